@@ -1,0 +1,99 @@
+"""A call cut where other devices may join in: summarise a run of frames, run it from given entry states, and back.
+
+This is what gdn-cp builds on. A pass over ranks is `summarize`, an exchange of summaries, then `apply` from the entry
+states that the exchange gave; backward is `Adjoint`, an exchange of its ``gamma``, then `Adjoint.finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gdn_kernels.reference.frame_gdn import frame_gdn_reference, summarize_reference
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary
+
+
+def summarize(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
+    """Collapse a run of frames to one affine map per stream and direction, in the state dtype.
+
+    The increments of the reverse direction include the run's first frame and honour ``options.resets``, so maps of
+    neighbours compose without a shift. An empty run is the identity. Not differentiable: see `Adjoint`.
+    """
+    return summarize_reference(inputs, options)
+
+
+def apply(
+    inputs: FrameInputs, options: FrameOptions, entry: FrameBoundary
+) -> tuple[Tensor, Tensor | None, FrameBoundary]:
+    """Run the frames from ``entry``; return result ``[B, N, H, D]``, denominator ``[B, H, N]`` or None, exit states.
+
+    The result is the output if ``options.divide``, else the numerator. Differentiable by autograd in the inputs and in
+    the entry states.
+    """
+    return frame_gdn_reference(inputs, options, entry)
+
+
+class Adjoint:
+    """The backward of one `apply`, in two steps with room for an exchange between them.
+
+    Recomputes the forward; writes into none of its arguments.
+
+    Args:
+        inputs, options, entry: as given to `apply`.
+        dresult: gradient of the result, ``[B, N, H, D]``, any strides; None counts as zero.
+        ddenominator: gradient of the denominator, ``[B, H, N]``, any strides; None counts as zero.
+
+    Attributes:
+        gamma: gradient of the entry states if the exit states get none. Never None where the entry is not.
+    """
+
+    def __init__(
+        self,
+        inputs: FrameInputs,
+        options: FrameOptions,
+        entry: FrameBoundary,
+        dresult: Tensor | None,
+        ddenominator: Tensor | None,
+    ) -> None:
+        self._inputs = FrameInputs(*(_leaf(x) for x in inputs[:-3]), *inputs[-3:])  # tables and mask have no gradient
+        self._entry = FrameBoundary(*(_leaf(x) for x in entry))
+        with torch.enable_grad():
+            result, denominator, self._exit = frame_gdn_reference(self._inputs, options, self._entry)
+        upstream = ((result, dresult), (denominator, ddenominator))
+        self._upstream = [(y, dy) for y, dy in upstream if y is not None and dy is not None]
+        self.gamma = FrameBoundary(*_gradients(self._upstream, self._entry, [x is not None for x in entry]))
+
+    def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
+        """Return the gradient of every input, given the gradients of the exit states (None counts as zero).
+
+        Args:
+            exit_gradient: gradients of the exit states.
+            needs: one bool per field of `FrameInputs`; a gradient not needed is returned as None. Rotary tables and
+                mask have none.
+
+        Returns:
+            FrameInputs: gradients in the dtype of their inputs. One that is needed is never None.
+        """
+        exits = [(y, dy) for y, dy in zip(self._exit, exit_gradient, strict=True) if y is not None and dy is not None]
+        return FrameInputs(*_gradients(self._upstream + exits, self._inputs, needs))
+
+
+def _leaf(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().requires_grad_()
+
+
+def _gradients(
+    upstream: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradient of each needed leaf, zeros where no path reaches it, None for the others."""
+    needs = [need and leaf is not None and leaf.requires_grad for leaf, need in zip(leaves, needs, strict=True)]
+    wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need and leaf is not None]
+    live = [(y, dy) for y, dy in upstream if y.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if live and wanted:
+        results, gradients = zip(*live, strict=True)
+        found = torch.autograd.grad(results, wanted, gradients, retain_graph=True, allow_unused=True)
+    given = iter(torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found, strict=True))
+    return [next(given) if need else None for need in needs]
