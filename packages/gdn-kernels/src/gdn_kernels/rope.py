@@ -18,7 +18,7 @@ class RotaryTables(NamedTuple):
 
 
 def axis_widths(head_dim: int) -> tuple[int, int, int]:
-    """Return how many channels rotate with the frame, row and column position: ``(D - 4 (D // 6), 2 (D // 6), 2 (D // 6))``.
+    """Return how many channels turn with frame, row and column: ``(D - 4 (D // 6), 2 (D // 6), 2 (D // 6))``.
 
     Raises:
         ValueError: ``head_dim`` is not a positive even number.

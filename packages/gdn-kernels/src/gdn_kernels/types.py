@@ -51,7 +51,7 @@ class Impl(str, enum.Enum):
 
 
 class FrameState(NamedTuple):
-    """State after a frame: ``kv [B, H, D, D]``, rows are key channels, and ``z [B, H, D]``; fp32 (fp64 for fp64 inputs)."""
+    """State after a frame: ``kv [B, H, D, D]``, rows are key channels, and ``z [B, H, D]``; fp32, or fp64 for fp64."""
 
     kv: Tensor
     z: Tensor
@@ -158,8 +158,8 @@ class FrameBoundary(NamedTuple):
     """States at the two ends of a run of frames; absent directions and streams are None.
 
     As entry: ``forward`` is the state before the first frame, ``reverse`` the state that the last frame reads.
-    As exit: ``forward`` is the state after the last frame, ``reverse`` what the frame before the run reads, that is with
-    the first frame of the run written too. ``*_kv [B, H, D, D]``, ``*_z [B, H, D]``.
+    As exit: ``forward`` is the state after the last frame, ``reverse`` what the frame before the run reads, that is
+    with the first frame of the run written too. ``*_kv [B, H, D, D]``, ``*_z [B, H, D]``.
     """
 
     forward_kv: Tensor | None
@@ -171,8 +171,8 @@ class FrameBoundary(NamedTuple):
 class FrameSummary(NamedTuple):
     """A run of frames as one affine map per stream and direction: ``exit = transition @ entry + increment``.
 
-    ``transition_kv [B, H, D, D]``, ``transition_z [B, H, D, D]`` belong to the forward direction; the reverse transition
-    is the transpose, or zero if the run holds a reset. ``increment`` is the exit from zero entry states.
+    ``transition_kv [B, H, D, D]``, ``transition_z [B, H, D, D]`` belong to the forward direction; the reverse
+    transition is the transpose, or zero if the run holds a reset. ``increment`` is the exit from zero entry states.
     """
 
     transition_kv: Tensor

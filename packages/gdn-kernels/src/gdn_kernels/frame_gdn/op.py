@@ -59,8 +59,8 @@ def frame_gdn(
         beta: ``[B, H, F, S]``, write strength per token, >= 0. Any floating dtype.
         decay: ``[B, H, F]``, linear, in [0, 1]. Any floating dtype.
         rope: ``cos`` and ``sin``, each ``[N, D/2]`` fp32; None rotates nothing. v is never rotated.
-        q_norm_weight: ``[H*D]`` or ``[H, D]``. RMSNorm runs over all H*D channels of a token, for q and for k, if one of
-            the two weights is given; the other one then is 1. With neither there is no normalisation.
+        q_norm_weight: ``[H*D]`` or ``[H, D]``. RMSNorm runs over all H*D channels of a token, for q and for k, if one
+            of the two weights is given; the other one then is 1. With neither there is no normalisation.
         k_norm_weight: the same for k.
         k_scale: factor of k, > 0; usually ``(D*S) ** -0.5``. Much larger ones make the recurrence expand.
         direction: ``"forward"`` reads frames up to and including its own, ``"reverse"`` those after it,
@@ -68,13 +68,13 @@ def frame_gdn(
         chunk_starts: increasing frames at which the reverse scan starts anew; 0 is optional. A frame then reads all
             frames before the end of its chunk. None is one chunk.
         frame_valid: ``[B, F]``, bool or 0/1. An invalid frame writes nothing, forgets nothing and outputs 0.
-        initial_state: ``kv [B, H, D, D]`` key-first and ``z [B, H, D]``, fp32 (fp64 for fp64 qkv); zeros if None. The state
-            before the first frame, for the forward scan. Receives a gradient.
+        initial_state: ``kv [B, H, D, D]`` key-first and ``z [B, H, D]``, fp32 (fp64 for fp64 qkv); zeros if None. The
+            state before the first frame, for the forward scan. Receives a gradient.
         output_final_state: return the forward state after the last frame.
         norm_eps: added to the mean square in RMSNorm, >= 0.
         eps: added to the denominator, > 0.
-        precision: least precision of products: ``"bf16"``, ``"tf32"``, ``"ieee"`` (or 0, 1, 2). None: bf16 for 16-bit qkv,
-            ieee otherwise. ``impl="torch"`` computes in fp32 whatever is asked, fp64 for fp64.
+        precision: least precision of products: ``"bf16"``, ``"tf32"``, ``"ieee"`` (or 0, 1, 2). None: bf16 for 16-bit
+            qkv, ieee otherwise. ``impl="torch"`` computes in fp32 whatever is asked, fp64 for fp64.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``. A named one that cannot run raises.
 
     Returns:
@@ -87,8 +87,8 @@ def frame_gdn(
 
     Cost: 6 S D^2 + 4 D^3 + 2 S D^2 flops per frame, head and direction; F dependent steps. No host synchronisation.
     Determinism: as the torch products it calls.
-    Source: the frame-wise rule of SANA-WM, which extends Gated Delta Networks (Yang et al., 2024, eq. 10) from tokens to
-        frames.
+    Source: the frame-wise rule of SANA-WM, which takes the gated delta rule (Yang, Kautz and Hatamizadeh, Gated Delta
+        Networks, 2024) from tokens to frames.
 
     Example:
         >>> result = frame_gdn(torch.rand(1, 6, 3, 2, 4), torch.rand(1, 2, 3, 2), torch.rand(1, 2, 3))
@@ -323,9 +323,7 @@ def _options(
 
 def _resolve_impl(impl: Impl | str) -> Impl:
     if checks.as_impl(impl) is Impl.TRITON:
-        raise NotImplementedError(
-            'impl="triton" is not part of this release; use impl="torch", which runs on any device'
-        )
+        raise NotImplementedError('impl="triton" is not in this release; use impl="torch", which runs on any device')
     return Impl.TORCH
 
 

@@ -57,7 +57,9 @@ class Adjoint:
         dresult: Tensor | None,
         ddenominator: Tensor | None,
     ) -> None:
-        self._inputs = FrameInputs(*(_leaf(x) for x in inputs[:-3]), *inputs[-3:])  # tables and mask have no gradient
+        self._inputs = FrameInputs._make(
+            [*(_leaf(x) for x in inputs[:-3]), *inputs[-3:]]
+        )  # no gradient for tables and mask
         self._entry = FrameBoundary(*(_leaf(x) for x in entry))
         with torch.enable_grad():
             result, denominator, self._exit = frame_gdn_reference(self._inputs, options, self._entry)
@@ -77,7 +79,7 @@ class Adjoint:
             FrameInputs: gradients in the dtype of their inputs. One that is needed is never None.
         """
         exits = [(y, dy) for y, dy in zip(self._exit, exit_gradient, strict=True) if y is not None and dy is not None]
-        return FrameInputs(*_gradients(self._upstream + exits, self._inputs, needs))
+        return FrameInputs._make(_gradients(self._upstream + exits, self._inputs, needs))
 
 
 def _leaf(x: Tensor | None) -> Tensor | None:

@@ -212,7 +212,8 @@ def _as_vector(z: Tensor | None) -> Tensor | None:
 
 def _frame_major(x: Tensor, frames: int, spatial: int) -> Tensor:
     """``[B, N, H, D]`` to ``[B, H, F, S, D]``."""
-    return x.unflatten(1, (frames, spatial)).permute(0, 3, 1, 2, 4)
+    batch, _, heads, width = x.shape
+    return x.reshape(batch, frames, spatial, heads, width).permute(0, 3, 1, 2, 4)
 
 
 def _token_major(x: Tensor) -> Tensor:
