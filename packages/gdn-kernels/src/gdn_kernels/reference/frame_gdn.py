@@ -194,7 +194,7 @@ def _affine(p: Tensor, a: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     written = torch.nn.functional.pad(a, (0, width))
     for f in range(a.shape[2]):
         state = _step(p, written, decay, f, state)
-    increment, transition = torch.split(state, (a.shape[-1], width), dim=-1)
+    increment, transition = torch.split(state, [a.shape[-1], width], dim=-1)
     return transition.contiguous(), increment.contiguous()
 
 
