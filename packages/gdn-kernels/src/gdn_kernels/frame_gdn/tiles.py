@@ -1,0 +1,140 @@
+"""Launch shapes: one table, and one function that picks from it what fits the device.
+
+A row is a shape of one kernel for a width class and an operand size; rows are tried in order and the first whose shared
+memory fits is taken. Shared memory is estimated by an upper bound of what the compiler allocates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from gdn_kernels.types import Precision
+
+SUPPORTED_WIDTH = 256
+_WIDEST_BLOCK = 128
+_UNKNOWN_DEVICE_BYTES = 48 * 1024
+
+
+class LaunchShape(NamedTuple):
+    """``block_s`` tokens, ``block_d`` channels (``num_blocks`` of them cover D), ``block_v`` columns of a scan,
+    ``splits`` programs that share the tokens of a frame, warps and pipeline stages."""
+
+    block_s: int
+    block_d: int
+    num_blocks: int
+    block_v: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+class Candidate(NamedTuple):
+    """One row of the table, before the width is known."""
+
+    block_s: int
+    block_v: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+KERNELS = ("phase_a", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd", "operators_bwd",
+           "phase_a_bwd")  # fmt: skip
+
+# kernel -> operand bytes -> candidates, best first
+TABLE: dict[str, dict[int, tuple[Candidate, ...]]] = {
+    "phase_a": {
+        2: (Candidate(64, 0, 1, 8, 3), Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 4, 1)),
+        4: (Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 8, 1)),
+    },
+    "phase_b": {
+        2: (Candidate(0, 32, 1, 4, 3), Candidate(0, 16, 1, 4, 2), Candidate(0, 16, 1, 4, 1)),
+        4: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 4, 1)),
+    },
+    "phase_c": {
+        2: (Candidate(64, 0, 3, 4, 3), Candidate(32, 0, 3, 4, 2), Candidate(16, 0, 3, 4, 1)),
+        4: (Candidate(32, 0, 3, 8, 2), Candidate(16, 0, 3, 4, 1)),
+    },
+    "phase_c_query_bwd": {
+        2: (Candidate(64, 0, 3, 4, 2), Candidate(32, 0, 3, 4, 2), Candidate(16, 0, 3, 4, 1)),
+        4: (Candidate(32, 0, 3, 8, 2), Candidate(16, 0, 3, 4, 1)),
+    },
+    "phase_c_state_bwd": {
+        2: (Candidate(64, 0, 1, 8, 3), Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 4, 1)),
+        4: (Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 8, 1)),
+    },
+    "phase_b_bwd": {
+        2: (Candidate(0, 32, 1, 4, 2), Candidate(0, 16, 1, 4, 1)),
+        4: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 4, 1)),
+    },
+    "operators_bwd": {
+        2: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 8, 1)),
+        4: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 8, 1)),
+    },
+    "phase_a_bwd": {
+        2: (Candidate(64, 0, 3, 8, 1), Candidate(32, 0, 3, 8, 1), Candidate(16, 0, 3, 4, 1)),
+        4: (Candidate(32, 0, 3, 8, 1), Candidate(16, 0, 3, 8, 1)),
+    },
+}
+
+
+def launch_shape(kernel: str, width: int, precision: Precision, device: torch.device) -> LaunchShape:
+    """Return the launch shape of ``kernel`` for heads of ``width`` channels on ``device``.
+
+    Raises:
+        NotImplementedError: Width above the limit, or no row fits; the message says what is needed and available.
+    """
+    return choose(kernel, width, 2 if precision is Precision.BF16 else 4, shared_memory(device))
+
+
+@functools.lru_cache(maxsize=512)
+def choose(kernel: str, width: int, operand_bytes: int, shared_bytes: int) -> LaunchShape:
+    """Return the first row for ``kernel`` that fits ``shared_bytes`` of shared memory."""
+    if width > SUPPORTED_WIDTH:
+        raise NotImplementedError(
+            f'impl="triton" supports D up to {SUPPORTED_WIDTH}, got D = {width}; use impl="torch"'
+        )
+    block_d = max(16, min(_WIDEST_BLOCK, 1 << (width - 1).bit_length()))
+    num_blocks = -(-width // block_d)
+    needed = 0
+    for row in TABLE[kernel][operand_bytes]:
+        shape = LaunchShape(row.block_s, block_d, num_blocks, row.block_v, row.splits, row.num_warps, row.num_stages)
+        needed = shared_estimate(kernel, shape, operand_bytes)
+        if needed <= shared_bytes:
+            return shape
+    raise NotImplementedError(
+        f"{kernel} at D = {width} needs {needed} bytes of shared memory, the device offers {shared_bytes}; "
+        'use impl="torch"'
+    )
+
+
+def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
+    """Bound the shared memory that the compiler allocates for one program."""
+    square = shape.block_d * shape.block_d * operand_bytes
+    tile = shape.block_s * shape.block_d * 4
+    column = shape.block_d * shape.block_v * 4
+    stages = max(shape.num_stages, 1)
+    blocks = shape.num_blocks
+    bound = {
+        "phase_a": (2 + 2 * blocks) * tile + stages * tile,
+        "phase_b": stages * (blocks * blocks * square + blocks * column) + 2 * blocks * column,
+        "phase_c": blocks * square + (2 + stages) * tile,
+        "phase_c_query_bwd": blocks * square + (2 + 2 * stages) * tile,
+        "phase_c_state_bwd": 3 * tile + 2 * stages * tile,
+        "phase_b_bwd": stages * (blocks * blocks * square + 2 * blocks * column) + 2 * blocks * column,
+        "operators_bwd": 4 * stages * column,
+        "phase_a_bwd": 3 * square + 4 * tile + stages * tile,
+    }
+    return bound[kernel]
+
+
+@functools.lru_cache(maxsize=64)
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that one program may use on ``device``."""
+    if device.type != "cuda":
+        return 1 << 30  # the interpreter has no limit
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) or _UNKNOWN_DEVICE_BYTES

@@ -1,0 +1,163 @@
+"""The Triton phases strung together: forward, and backward in two halves with room for an exchange between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_kernels.frame_gdn.call import TritonCall, triton_call
+from gdn_kernels.frame_gdn.layouts import within_tile_reach
+from gdn_kernels.frame_gdn.phase_a import phase_a
+from gdn_kernels.frame_gdn.phase_a_bwd import phase_a_bwd
+from gdn_kernels.frame_gdn.phase_b import FrameHistories, phase_b
+from gdn_kernels.frame_gdn.phase_b_bwd import ScanGradients, operators_bwd, phase_b_bwd
+from gdn_kernels.frame_gdn.phase_c import phase_c
+from gdn_kernels.frame_gdn.phase_c_bwd import ReadOutGradients, phase_c_bwd
+from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameTransitions
+
+
+class Prepared(NamedTuple):
+    """The call's flags and operands, and gates with the mask applied, fp32."""
+
+    call: TritonCall
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward; nothing of the size of the tokens times D."""
+
+    rho_q: Tensor | None
+    rho_k: Tensor | None
+    p_kv: Tensor
+    p_z: Tensor | None
+    forward_kv: Tensor | None
+    forward_z: Tensor | None
+    reverse_kv: Tensor | None
+    reverse_z: Tensor | None
+
+    def histories(self) -> FrameHistories:
+        """Return the states at the frame boundaries."""
+        return FrameHistories(*self[4:])
+
+    def transitions(self) -> FrameTransitions:
+        """Return the operators; the increments are not kept, no backward reads them."""
+        return FrameTransitions(self.p_kv, self.p_kv, self.p_z, None)
+
+
+def prepare(inputs: FrameInputs, options: FrameOptions) -> Prepared:
+    """Gather what the phases share. Gates are widened to fp32: 16-bit ones would lose what the state keeps."""
+    q, k, v = (within_tile_reach(x) for x in inputs.operands())
+    beta, decay = inputs.beta.float(), inputs.decay.float()
+    if inputs.frame_valid is not None:
+        valid = inputs.frame_valid.float()[:, None, :]
+        beta, decay = beta * valid[..., None], decay * valid + (1 - valid)
+    return Prepared(triton_call(inputs, options), q, k, v, beta.contiguous(), decay.contiguous())
+
+
+def write(prepared: Prepared) -> tuple[Tensor | None, Tensor | None, FrameTransitions]:
+    """Return the RMS statistics of q and k, and the frame operators."""
+    call, q, k, v, beta, _ = prepared
+    rho_q, rho_k = qk_norm(q, k, call.norm_eps) if call.has_norm else (None, None)
+    return rho_q, rho_k, phase_a(call, k, v, beta, rho_k)
+
+
+def forward(
+    prepared: Prepared, options: FrameOptions, entry: FrameBoundary
+) -> tuple[Tensor, Tensor | None, FrameBoundary, Saved]:
+    """Run all phases; return result, denominator, exit states and what the backward needs."""
+    call, q, _, _, beta, decay = prepared
+    rho_q, rho_k, transitions = write(prepared)
+    histories = phase_b(call, transitions, decay, options.direction, options.resets, entry)
+    dtype = q.dtype if options.divide else torch.float32
+    result, denominator = phase_c(call, q, beta.shape[2], rho_q, histories, dtype)
+    saved = Saved(rho_q, rho_k, transitions.p_kv, transitions.p_z, *histories)
+    return result, denominator, histories.exits(), saved
+
+
+class GradientBuffers(NamedTuple):
+    """Gradients of q, k, v: views of one ``dqkv``, or three tensors."""
+
+    dqkv: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def gradient_buffers(inputs: FrameInputs) -> GradientBuffers:
+    """Allocate the gradients of the operands in the form the operands have."""
+    if inputs.qkv is not None:
+        dqkv = torch.empty(inputs.qkv.shape, dtype=inputs.qkv.dtype, device=inputs.qkv.device)
+        return GradientBuffers(dqkv, *dqkv.unbind(2))
+    return GradientBuffers(
+        None, *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.operands())
+    )
+
+
+def read_out_backward(
+    prepared: Prepared,
+    saved: Saved,
+    result: Tensor,
+    denominator: Tensor | None,
+    dresult: Tensor | None,
+    ddenominator: Tensor | None,
+    buffers: GradientBuffers,
+) -> ReadOutGradients:
+    """First half: the query's gradient, and the read-out's gradient of every frame's state. Local to the device."""
+    call, q, _, _, beta, _ = prepared
+    if dresult is None:
+        dresult = torch.zeros((), dtype=result.dtype, device=result.device).expand(result.shape)
+    if not call.divide and call.has_z:
+        assert denominator is not None
+        ddenominator = torch.zeros_like(denominator) if ddenominator is None else ddenominator.float().contiguous()
+    return phase_c_bwd(
+        call, q, beta.shape[2], saved.rho_q, saved.histories(), result, denominator, within_tile_reach(dresult),
+        ddenominator, buffers.dq,
+    )  # fmt: skip
+
+
+def sweep_backward(
+    prepared: Prepared, options: FrameOptions, saved: Saved, read_out: ReadOutGradients, exit_gradient: FrameBoundary
+) -> ScanGradients:
+    """Sweep the states' gradients over the frames from the gradients of the exit states (None: zero)."""
+    return phase_b_bwd(
+        prepared.call, saved.transitions(), prepared.decay, options.direction, options.resets, saved.histories(),
+        read_out.c, read_out.cz, exit_gradient,
+    )  # fmt: skip
+
+
+def write_backward(
+    inputs: FrameInputs, prepared: Prepared, saved: Saved, read_out: ReadOutGradients, scans: ScanGradients,
+    buffers: GradientBuffers,
+) -> FrameInputs:  # fmt: skip
+    """Second half: from the swept gradients to those of every input, in the inputs' dtypes."""
+    call, q, k, v, beta, decay = prepared
+    histories = saved.histories()
+    operators = operators_bwd(call, decay, histories, scans)
+    writes = phase_a_bwd(
+        call, k, v, beta, decay, saved.rho_k, operators, histories, scans, buffers.dk, buffers.dv
+    )
+    if saved.rho_q is not None and saved.rho_k is not None:
+        assert read_out.u is not None and writes.u is not None
+        qk_norm_bwd(q, buffers.dq, read_out.u, saved.rho_q)
+        qk_norm_bwd(k, buffers.dk, writes.u, saved.rho_k)
+    dbeta, ddecay = writes.dbeta, scans.ddecay
+    if inputs.frame_valid is not None:
+        valid = inputs.frame_valid.float()[:, None, :]
+        dbeta, ddecay = dbeta * valid[..., None], ddecay * valid
+    packed = buffers.dqkv is not None
+    return FrameInputs(
+        buffers.dqkv, *((None, None, None) if packed else buffers[1:]), dbeta.to(inputs.beta.dtype),
+        ddecay.to(inputs.decay.dtype), _like(read_out.dw, inputs.q_norm_weight), _like(writes.dw, inputs.k_norm_weight),
+        None, None, None,
+    )  # fmt: skip
+
+
+def _like(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    return gradient.to(weight.dtype) if gradient is not None and weight is not None else None
