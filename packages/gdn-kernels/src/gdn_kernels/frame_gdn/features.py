@@ -60,7 +60,9 @@ def load_angles(cos_ptr, sin_ptr, o_n, m_n, i_block, D: tl.constexpr, BLOCK_D: t
     o_i = i_block * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)
     offsets = o_n.to(tl.int64)[:, None] * (D // 2) + o_i[None, :]
     mask = m_n[:, None] & (o_i < D // 2)[None, :]
-    return tl.load(cos_ptr + offsets, mask=mask, other=0.0), tl.load(sin_ptr + offsets, mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return cos, sin
 
 
 @triton.jit

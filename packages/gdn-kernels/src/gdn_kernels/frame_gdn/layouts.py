@@ -11,6 +11,7 @@ from torch import Tensor
 
 _VECTOR_BYTES = 16
 _LONGEST_TILE = 256
+_NO_GUARD = contextlib.nullcontext()
 
 
 class TokenLayout(NamedTuple):
@@ -46,7 +47,9 @@ def within_tile_reach(x: Tensor) -> Tensor:
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's device current: Triton launches on the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(x.device)
 
 
 def given(x: Tensor | None, stand_in: Tensor) -> Tensor:

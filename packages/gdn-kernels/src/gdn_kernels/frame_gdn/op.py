@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +24,8 @@ from gdn_kernels.types import (
     Impl,
     Precision,
 )
+
+WIDEST_TRITON_HEAD = 256
 
 
 def frame_gdn(
@@ -75,7 +79,8 @@ def frame_gdn(
         eps: added to the denominator, > 0.
         precision: least precision of products: ``"bf16"``, ``"tf32"``, ``"ieee"`` (or 0, 1, 2). None: bf16 for 16-bit
             qkv, ieee otherwise. ``impl="torch"`` computes in fp32 whatever is asked, fp64 for fp64.
-        impl: ``"auto"``, ``"torch"`` or ``"triton"``. A named one that cannot run raises.
+        impl: ``"auto"`` takes Triton for CUDA tensors of at most 32 bits and torch for all others; ``"torch"``,
+            ``"triton"``. Triton that cannot run raises; nothing falls back.
 
     Returns:
         FrameGDNResult: ``output [B, N, H, D]`` in the dtype of qkv, ``final_state`` in fp32 (fp64) or None.
@@ -83,10 +88,13 @@ def frame_gdn(
     Raises:
         ValueError: A shape, dtype, device or value is wrong; the message names argument, rule and what came.
         TypeError: An argument is of the wrong Python type.
-        NotImplementedError: ``impl="triton"``: this release has the torch implementation only.
+        NotImplementedError: Triton with D above 256, fp64 or tensors that are not on a GPU; use ``impl="torch"``.
 
-    Cost: 6 S D^2 + 4 D^3 + 2 S D^2 flops per frame, head and direction; F dependent steps. No host synchronisation.
-    Determinism: as the torch products it calls.
+    Cost: 6 S D^2 + 4 D^3 + 2 S D^2 flops per frame, head and direction; F dependent steps of D x D. No host
+        synchronisation. Triton saves, besides its inputs and the output, states and operators of every frame
+        (``4 D^2`` numbers per frame and head) and three numbers per token and head; its backward allocates dqkv and
+        nothing else of that size. It is once-differentiable.
+    Determinism: Triton repeats bit by bit; torch as the products it calls.
     Source: the frame-wise rule of SANA-WM, which takes the gated delta rule (Yang, Kautz and Hatamizadeh, Gated Delta
         Networks, 2024) from tokens to frames.
 
@@ -99,7 +107,7 @@ def frame_gdn(
         qkv, beta, decay, rope, q_norm_weight, k_norm_weight, k_scale, direction, chunk_starts, frame_valid,
         initial_state, output_final_state, norm_eps, checks.require_positive("eps", eps), precision, impl, divide=True,
     )  # fmt: skip
-    output, _, exit_states = stages.apply(inputs, options, entry)
+    output, _, exit_states = stages.apply(inputs, options, entry, want_exit=output_final_state)
     return FrameGDNResult(output, final_frame_state(exit_states, output_final_state))
 
 
@@ -138,7 +146,7 @@ def frame_gdn_raw(
         qkv, beta, decay, rope, q_norm_weight, k_norm_weight, k_scale, direction, chunk_starts, frame_valid,
         initial_state, output_final_state, norm_eps, 0.0, precision, impl, divide=False,
     )  # fmt: skip
-    numerator, denominator, exit_states = stages.apply(inputs, options, entry)
+    numerator, denominator, exit_states = stages.apply(inputs, options, entry, want_exit=output_final_state)
     assert denominator is not None
     return FrameGDNRawResult(numerator, denominator, final_frame_state(exit_states, output_final_state))
 
@@ -180,7 +188,7 @@ def frame_gdn_numerator(
     inputs, options, entry = numerator_arguments(
         q, k, v, beta, decay, direction, chunk_starts, frame_valid, initial_state, output_final_state, precision, impl
     )
-    numerator, _, exit_states = stages.apply(inputs, options, entry)
+    numerator, _, exit_states = stages.apply(inputs, options, entry, want_exit=output_final_state)
     return FrameGDNNumeratorResult(numerator, exit_states.forward_kv if output_final_state else None)
 
 
@@ -226,7 +234,7 @@ def frame_gdn_arguments(
         dtype = inputs.state_dtype
         checks.require_frame_state("initial_state", initial_state, batch, heads, width, dtype, qkv.device)
     kv, z = (None, None) if initial_state is None else initial_state
-    return inputs, options, entry_states(inputs, options, kv, z)
+    return inputs, options, FrameBoundary(kv, z, None, None)
 
 
 def numerator_arguments(
@@ -262,25 +270,7 @@ def numerator_arguments(
     if initial_state is not None:
         shape = (batch, heads, width, width)
         checks.require_state("initial_state", initial_state, "B, H, D, D", shape, inputs.state_dtype, q.device)
-    return inputs, options, entry_states(inputs, options, initial_state, None)
-
-
-def entry_states(
-    inputs: FrameInputs, options: FrameOptions, forward_kv: Tensor | None, forward_z: Tensor | None
-) -> FrameBoundary:
-    """Return the entry states of a clip that starts from the given forward state (None: zeros)."""
-    batch, heads = inputs.beta.shape[:2]
-    width = inputs.operands()[0].shape[-1]
-
-    def zeros(*tail: int) -> Tensor:
-        return torch.zeros(batch, heads, *tail, dtype=inputs.state_dtype, device=inputs.beta.device)
-
-    past, future, has_z = options.direction.reads_past, options.direction.reads_future, options.has_z
-    if past and forward_kv is None:
-        forward_kv, forward_z = zeros(width, width), zeros(width) if has_z else None
-    return FrameBoundary(
-        forward_kv, forward_z, zeros(width, width) if future else None, zeros(width) if future and has_z else None
-    )
+    return inputs, options, FrameBoundary(initial_state, None, None, None)
 
 
 def final_frame_state(exit_states: FrameBoundary, wanted: bool) -> FrameState | None:
@@ -317,14 +307,28 @@ def _options(
         checks.as_chunk_starts(chunk_starts, frames)
     return FrameOptions(
         features, has_z, divide, resolved, resets, k_scale, norm_eps, eps,
-        checks.as_precision(precision, operand.dtype), _resolve_impl(impl),
+        checks.as_precision(precision, operand.dtype), _resolve_impl(impl, operand),
     )  # fmt: skip
 
 
-def _resolve_impl(impl: Impl | str) -> Impl:
-    if checks.as_impl(impl) is Impl.TRITON:
-        raise NotImplementedError('impl="triton" is not in this release; use impl="torch", which runs on any device')
-    return Impl.TORCH
+def _resolve_impl(impl: Impl | str, operand: Tensor) -> Impl:
+    """Return torch or triton; raise NotImplementedError, with the reason, if Triton is meant and cannot run."""
+    wanted = checks.as_impl(impl)
+    if wanted is Impl.AUTO:
+        wanted = Impl.TRITON if operand.is_cuda and operand.dtype != torch.float64 else Impl.TORCH
+    if wanted is Impl.TRITON:
+        width, reason = operand.shape[-1], None
+        if operand.dtype == torch.float64:
+            reason = "supports fp16, bf16 and fp32, got float64"
+        elif width > WIDEST_TRITON_HEAD:
+            reason = f"supports D up to {WIDEST_TRITON_HEAD}, got D = {width}"
+        elif importlib.util.find_spec("triton") is None:
+            reason = "needs the package triton, which is not installed"
+        elif not operand.is_cuda and not os.environ.get("TRITON_INTERPRET"):
+            reason = f"needs tensors on a GPU, got {operand.device}"
+        if reason is not None:
+            raise NotImplementedError(f'impl="triton" {reason}; use impl="torch"')
+    return wanted
 
 
 def _check_gates(

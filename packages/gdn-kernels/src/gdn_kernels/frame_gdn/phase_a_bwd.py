@@ -24,7 +24,7 @@ from gdn_kernels.frame_gdn.features import (
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.phase_b import FrameHistories
 from gdn_kernels.frame_gdn.phase_b_bwd import ScanGradients
-from gdn_kernels.frame_gdn.tiles import launch_shape
+from gdn_kernels.frame_gdn.tiles import launch_shape, token_shares
 
 
 @triton.jit
@@ -35,13 +35,13 @@ def load_vector(x_ptr, o_d, D: tl.constexpr):
 
 # With kr = turn(k), k = c relu(w x), c = k_scale rho;  G = dP + dP';  per direction the z stream's l, z and gate g:
 #   dkr = beta (kr G + v dA')        dv = beta (kr dA)        dk = beta (l - g [(k.l) z + (k.z) l])
-#   dbeta = kr.(kr G + v dA') / 2 + v.(kr dA) / 2 + k.l - g (k.l)(k.z)
+#   dbeta = kr.(kr G / 2 + v dA') + k.l - g (k.l)(k.z)
 #   dy = k_scale (unturn(dkr) + dk), zero where the feature is zero;   p = w dy,   u = rowsum(p x),   dw = sum rho dy x
 # dP_z has rank one per direction, so its product with k needs row sums only. One program per frame, head, share of the
 # tokens and channel block i; p goes to the gradient buffer.
 #   k_ptr, v_ptr, dk_ptr, dv_ptr  [B, N, H, D], strides in units of ALIGN      beta_ptr, dbeta_ptr  [B, H, F, S] fp32
 #   g_ptr, da_ptr  [B, H, F, D, D]      z_*_ptr  [B, H, F+1, D]      lz_*_ptr  [B, H, F, D]
-#   u_ptr  [blocks, B, N, H], dbeta likewise [blocks, ...]      dw_ptr  [B*F, SPLITS, H, D]
+#   u_ptr  [blocks, B, N, H], dbeta likewise [blocks, ...]      dw_ptr  [B*F, shares, H, D]
 @triton.jit(do_not_specialize=["F", "S", "H", "skb", "skn", "skh", "svb", "svn", "svh", "sdb", "sdn", "sdh",
                                "seb", "sen", "seh"])  # fmt: skip
 def phase_a_bwd_kernel(
@@ -51,7 +51,7 @@ def phase_a_bwd_kernel(
     D: tl.constexpr, FEATURES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_Z: tl.constexpr, HAS_FORWARD: tl.constexpr, HAS_REVERSE: tl.constexpr,
     ALIGN: tl.constexpr, OPERAND: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, i_f = frame_index(tl.program_id(0), F, H)
     i_row = tl.program_id(2)
@@ -90,7 +90,7 @@ def phase_a_bwd_kernel(
         da = load_matrix(da_ptr, o_row, o_row, D, 1, D)
         da_t = load_matrix(da_ptr, o_row, o_row, 1, D, D)
     dw = tl.zeros((BLOCK_D,), tl.float32)
-    for s in tl.range(tl.program_id(1) * BLOCK_S, S, SPLITS * BLOCK_S, num_stages=STAGES):
+    for s in tl.range(tl.program_id(1) * BLOCK_S, S, tl.num_programs(1) * BLOCK_S, num_stages=STAGES):
         o_s = tl.arange(0, BLOCK_S)
         m_s = s + o_s < S
         beta = tl.load(beta_ptr + s + o_s, mask=m_s, other=0.0)
@@ -103,14 +103,6 @@ def phase_a_bwd_kernel(
         if NUM_BLOCKS == 1:
             x = load_tile(k_ptr + s * far_k, o_s, o_row, m_s, skn, skd, D, BLOCK_D)
             k = feature(x, w_row, FEATURES) * scale[:, None]
-            v = load_tile(v_ptr + s * far_v, o_s, o_row, m_s, svn, svd, D, BLOCK_D)
-            kr = k
-            if HAS_ROPE:
-                cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, 0, D, BLOCK_D)
-                kr = turn(k, cos, sin, BLOCK_S, BLOCK_D)
-            dkr = tl.dot(kr.to(OPERAND), g, input_precision=DOT)
-            dkr = tl.dot(v.to(OPERAND), da_t, dkr, input_precision=DOT)
-            dv = tl.dot(kr.to(OPERAND), da, input_precision=DOT)
             if HAS_Z:
                 if HAS_FORWARD:
                     kl_f = tl.sum(k * l_f[None, :], 1)
@@ -118,9 +110,18 @@ def phase_a_bwd_kernel(
                 if HAS_REVERSE:
                     kl_r = tl.sum(k * l_r[None, :], 1)
                     kz_r = tl.sum(k * z_r[None, :], 1)
+            if HAS_ROPE:
+                cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, 0, D, BLOCK_D)
+                k = turn(k, cos, sin, BLOCK_S, BLOCK_D)
+            k = k.to(OPERAND)
+            v = load_tile(v_ptr + s * far_v, o_s, o_row, m_s, svn, svd, D, BLOCK_D).to(OPERAND)
+            dv = tl.dot(k, da, input_precision=DOT)
+            kg = tl.dot(k, g, input_precision=DOT)
+            va = tl.dot(v, da_t, input_precision=DOT)
         else:
-            dkr = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
             dv = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+            kg = dv
+            va = dv
             kl_f = tl.zeros((BLOCK_S,), tl.float32)
             kz_f = kl_f
             kl_r = kl_f
@@ -142,17 +143,18 @@ def phase_a_bwd_kernel(
                     cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, j, D, BLOCK_D)
                     k_j = turn(k_j, cos, sin, BLOCK_S, BLOCK_D)
                 k_j = k_j.to(OPERAND)
-                dkr = tl.dot(k_j, load_matrix(g_ptr, o_j, o_row, D, 1, D), dkr, input_precision=DOT)
-                dkr = tl.dot(v_j.to(OPERAND), load_matrix(da_ptr, o_j, o_row, 1, D, D), dkr, input_precision=DOT)
+                kg = tl.dot(k_j, load_matrix(g_ptr, o_j, o_row, D, 1, D), kg, input_precision=DOT)
+                va = tl.dot(v_j.to(OPERAND), load_matrix(da_ptr, o_j, o_row, 1, D, D), va, input_precision=DOT)
                 dv = tl.dot(k_j, load_matrix(da_ptr, o_j, o_row, D, 1, D), dv, input_precision=DOT)
-            x = load_tile(k_ptr + s * far_k, o_s, o_row, m_s, skn, skd, D, BLOCK_D)
-            v = load_tile(v_ptr + s * far_v, o_s, o_row, m_s, svn, svd, D, BLOCK_D)
-            kr = feature(x, w_row, FEATURES) * scale[:, None]
-            if HAS_ROPE:
-                cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, i_row, D, BLOCK_D)
-                kr = turn(kr, cos, sin, BLOCK_S, BLOCK_D)
-        dbeta = 0.5 * tl.sum(kr * dkr + v * dv, 1)
         store_tile(dv_ptr + s * far_e, dv * beta[:, None], o_s, o_row, m_s, sen, sed, D)
+        # loaded and turned again: holding these tiles over the products costs more registers than there are
+        x = load_tile(k_ptr + s * far_k, o_s, o_row, m_s, skn, skd, D, BLOCK_D)
+        kr = feature(x, w_row, FEATURES) * scale[:, None]
+        dkr = kg + va
+        if HAS_ROPE:
+            cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, i_row, D, BLOCK_D)
+            kr = turn(kr, cos, sin, BLOCK_S, BLOCK_D)
+        dbeta = tl.sum(kr * (0.5 * kg + va), 1)
         if HAS_ROPE:
             dkr = unturn(dkr, cos, sin, BLOCK_S, BLOCK_D)
         if HAS_Z:
@@ -173,7 +175,7 @@ def phase_a_bwd_kernel(
                 tl.store(u_ptr + (s + o_s).to(tl.int64) * H, tl.sum(dkr * x, 1), mask=m_s)
         store_tile(dk_ptr + s * far_d, dkr, o_s, o_row, m_s, sdn, sdd, D)
     if HAS_NORM:
-        i_part = ((i_b * F + i_f) * SPLITS + tl.program_id(1)) * H + i_h
+        i_part = ((i_b * F + i_f) * tl.num_programs(1) + tl.program_id(1)) * H + i_h
         tl.store(dw_ptr + i_part * D + o_row, dw, mask=o_row < D)
 
 
@@ -206,24 +208,24 @@ def phase_a_bwd(
     frames = beta.shape[2]
     shape = launch_shape("phase_a_bwd", width, call.precision, k.device)
     has_norm = rho_k is not None
+    shares = token_shares(batch * frames * heads * shape.num_blocks, beta.shape[3], shape, k.device)
     dbeta = torch.empty(shape.num_blocks, *beta.shape, dtype=torch.float32, device=k.device)
     u = torch.empty(shape.num_blocks, batch, tokens, heads, dtype=torch.float32, device=k.device) if has_norm else None
-    parts = batch * frames * shape.splits if has_norm else 0
+    parts = batch * frames * shares if has_norm else 0
     dw = torch.empty(parts, heads, width, dtype=torch.float32, device=k.device)
     if beta.numel():
         layout = token_layout((k, v, dk, dv))
         with device_guard(k):
-            phase_a_bwd_kernel[batch * frames * heads, shape.splits, shape.num_blocks](
+            phase_a_bwd_kernel[batch * frames * heads, shares, shape.num_blocks](
                 k, v, dk, dv, beta, dbeta, given(u, beta), dw,
                 *(given(x, beta) for x in (rho_k, call.k_weight, call.cos, call.sin)), decay, *operator_gradients,
                 *(given(x, beta) for x in (histories.forward_z, histories.reverse_z, scans.lz_forward, scans.lz_reverse)),
-                frames, tokens // frames, heads, call.k_scale,
+                frames, beta.shape[3], heads, call.k_scale,
                 *(stride for strides in layout.strides for stride in strides),
                 D=width, FEATURES=call.features, HAS_NORM=has_norm, HAS_WEIGHT=call.k_weight is not None,
                 HAS_ROPE=call.cos is not None, HAS_Z=call.has_z, HAS_FORWARD=histories.forward_kv is not None,
                 HAS_REVERSE=histories.reverse_kv is not None, ALIGN=layout.align, OPERAND=call.operand, DOT=call.dot,
-                BLOCK_S=shape.block_s, BLOCK_D=shape.block_d, NUM_BLOCKS=shape.num_blocks, SPLITS=shape.splits,
-                STAGES=shape.num_stages, num_warps=shape.num_warps,
+                BLOCK_S=shape.block_s, BLOCK_D=shape.block_d, NUM_BLOCKS=shape.num_blocks,  STAGES=shape.num_stages, **shape.options(),
             )  # fmt: skip
     else:
         dbeta, dw = dbeta.zero_(), dw.zero_()

@@ -173,7 +173,7 @@ def phase_b(
             D=width, HAS_FORWARD=past, HAS_REVERSE=future, HAS_RESETS=future and bool(resets),
             HAS_ENTRY_FORWARD=entry.forward_kv is not None, HAS_ENTRY_REVERSE=entry.reverse_kv is not None,
             OPERAND=call.operand, DOT=call.dot, BLOCK_D=shape.block_d, BLOCK_V=shape.block_v,
-            NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, num_warps=shape.num_warps,
+            NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
         )  # fmt: skip
     return histories
 

@@ -223,7 +223,7 @@ def phase_b_bwd(
                 D=width, HAS_FORWARD=past, HAS_REVERSE=future, HAS_RESETS=future and bool(resets),
                 HAS_EXIT_FORWARD=exits.forward_kv is not None, HAS_EXIT_REVERSE=exits.reverse_kv is not None,
                 OPERAND=call.operand, DOT=call.dot, BLOCK_D=shape.block_d, BLOCK_V=shape.block_v,
-                NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, num_warps=shape.num_warps,
+                NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
             )  # fmt: skip
     return ScanGradients(*gradients, dg.sum(0), entry)
 
@@ -260,6 +260,6 @@ def operators_bwd(
                 *(given(x, decay) for x in (histories.forward_kv, histories.reverse_kv)), decay, g, da, frames, heads,
                 D=width, HAS_FORWARD=histories.forward_kv is not None, HAS_REVERSE=histories.reverse_kv is not None,
                 OPERAND=call.operand, DOT=call.dot, BLOCK_D=shape.block_d, BLOCK_V=shape.block_v,
-                NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, num_warps=shape.num_warps,
+                NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
             )  # fmt: skip
     return g, da

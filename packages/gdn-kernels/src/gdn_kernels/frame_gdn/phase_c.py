@@ -20,7 +20,7 @@ from gdn_kernels.frame_gdn.features import (
 )
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.phase_b import FrameHistories
-from gdn_kernels.frame_gdn.tiles import launch_shape
+from gdn_kernels.frame_gdn.tiles import launch_shape, token_shares
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def phase_c_kernel(
     HAS_Z: tl.constexpr, HAS_VALID: tl.constexpr, DIVIDE: tl.constexpr,
     HAS_FORWARD: tl.constexpr, HAS_REVERSE: tl.constexpr,
     ALIGN: tl.constexpr, OPERAND: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, i_f = frame_index(tl.program_id(0), F, H)
     i_col = tl.program_id(2)
@@ -94,7 +94,7 @@ def phase_c_kernel(
     valid = 1.0
     if HAS_VALID:
         valid = tl.load(valid_ptr + i_b * F + i_f)
-    for s in tl.range(tl.program_id(1) * BLOCK_S, S, SPLITS * BLOCK_S, num_stages=STAGES):
+    for s in tl.range(tl.program_id(1) * BLOCK_S, S, tl.num_programs(1) * BLOCK_S, num_stages=STAGES):
         o_s = tl.arange(0, BLOCK_S)
         m_s = s + o_s < S
         row = tl.full((BLOCK_S,), 1.0, tl.float32)
@@ -140,15 +140,17 @@ def phase_c(
         return out, den
     shape = launch_shape("phase_c", width, call.precision, q.device)
     layout = token_layout((q, out))
-    grid = (batch * frames * heads, shape.splits, shape.num_blocks)
+    spatial = tokens // frames
+    shares = token_shares(batch * frames * heads * shape.num_blocks, spatial, shape, q.device)
+    grid = (batch * frames * heads, shares, shape.num_blocks)
     with device_guard(q):
         phase_c_kernel[grid](
             q, out, *(given(x, q) for x in (den, rho_q, call.q_weight, call.cos, call.sin, call.valid, *histories)),
-            frames, tokens // frames, heads, call.eps, *layout.strides[0], *layout.strides[1],
+            frames, spatial, heads, call.eps, *layout.strides[0], *layout.strides[1],
             D=width, FEATURES=call.features, HAS_NORM=rho_q is not None, HAS_WEIGHT=call.q_weight is not None,
             HAS_ROPE=call.cos is not None, HAS_Z=call.has_z, HAS_VALID=call.valid is not None, DIVIDE=call.divide,
             HAS_FORWARD=histories.forward_kv is not None, HAS_REVERSE=histories.reverse_kv is not None,
             ALIGN=layout.align, OPERAND=call.operand, DOT=call.dot, BLOCK_S=shape.block_s, BLOCK_D=shape.block_d,
-            NUM_BLOCKS=shape.num_blocks, SPLITS=shape.splits, STAGES=shape.num_stages, num_warps=shape.num_warps,
+            NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
         )  # fmt: skip
     return out, den

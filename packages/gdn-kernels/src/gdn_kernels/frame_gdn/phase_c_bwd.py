@@ -24,7 +24,7 @@ from gdn_kernels.frame_gdn.features import (
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.phase_b import FrameHistories
 from gdn_kernels.frame_gdn.phase_c import load_state, load_z
-from gdn_kernels.frame_gdn.tiles import launch_shape
+from gdn_kernels.frame_gdn.tiles import launch_shape, token_shares
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def load_row_factor(den_ptr, o_s, m_s, valid, eps, DIVIDE: tl.constexpr, BLOCK_S
 # backward finishes it there.
 #   q_ptr, dout_ptr, out_ptr, dq_ptr  [B, N, H, D], strides in units of ALIGN
 #   den_ptr, dden_ptr  [B, H, N] fp32; dden is read if nothing is divided, written otherwise
-#   u_ptr  [B, N, H] fp32      dw_ptr  [B*F, SPLITS, H, D] fp32, sums over the program's tokens
+#   u_ptr  [B, N, H] fp32      dw_ptr  [B*F, shares, H, D] fp32, sums over the program's tokens
 @triton.jit(do_not_specialize=["F", "S", "H", "sqb", "sqn", "sqh", "sgb", "sgn", "sgh", "sob", "son", "soh",
                                "sdb", "sdn", "sdh"])  # fmt: skip
 def phase_c_query_bwd_kernel(
@@ -54,7 +54,7 @@ def phase_c_query_bwd_kernel(
     HAS_Z: tl.constexpr, HAS_VALID: tl.constexpr, DIVIDE: tl.constexpr,
     HAS_FORWARD: tl.constexpr, HAS_REVERSE: tl.constexpr,
     ALIGN: tl.constexpr, OPERAND: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, NUM_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_b, i_h, i_f = frame_index(tl.program_id(0), F, H)
     i_row = tl.program_id(2)
@@ -93,7 +93,7 @@ def phase_c_query_bwd_kernel(
     if HAS_VALID:
         valid = tl.load(valid_ptr + i_b * F + i_f)
     dw = tl.zeros((BLOCK_D,), tl.float32)
-    for s in tl.range(tl.program_id(1) * BLOCK_S, S, SPLITS * BLOCK_S, num_stages=STAGES):
+    for s in tl.range(tl.program_id(1) * BLOCK_S, S, tl.num_programs(1) * BLOCK_S, num_stages=STAGES):
         o_s = tl.arange(0, BLOCK_S)
         m_s = s + o_s < S
         factor = load_row_factor(den_ptr, s + o_s, m_s, valid, eps, DIVIDE, BLOCK_S)
@@ -134,7 +134,7 @@ def phase_c_query_bwd_kernel(
                     tl.store(u_ptr + (s + o_s).to(tl.int64) * H + i_row * tl.num_programs(0).to(tl.int64) * S, u, mask=m_s)
         store_tile(dq_ptr + s * far_d, dq, o_s, o_row, m_s, sdn, sdd, D)
     if HAS_NORM:
-        i_part = ((i_b * F + i_f) * SPLITS + tl.program_id(1)) * H + i_h
+        i_part = ((i_b * F + i_f) * tl.num_programs(1) + tl.program_id(1)) * H + i_h
         tl.store(dw_ptr + i_part * D + o_row, dw, mask=o_row < D)
 
 
@@ -227,10 +227,12 @@ def phase_c_bwd(
     device = q.device
     shape = launch_shape("phase_c_query_bwd", width, call.precision, device)
     has_norm = rho_q is not None
+    spatial = tokens // frames if frames else 0
+    shares = token_shares(batch * frames * heads * shape.num_blocks, spatial, shape, device)
     c = torch.empty(batch, heads, frames, width, width, dtype=torch.float32, device=device)
     cz = torch.empty(batch, heads, frames, width, dtype=torch.float32, device=device) if call.has_z else None
     u = torch.empty(shape.num_blocks, batch, tokens, heads, dtype=torch.float32, device=device) if has_norm else None
-    dw = torch.empty(batch * frames * shape.splits, heads, width, dtype=torch.float32, device=device)
+    dw = torch.empty(batch * frames * shares, heads, width, dtype=torch.float32, device=device)
     if call.has_z and dden is None:
         dden = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
     if c.numel() == 0:
@@ -245,20 +247,20 @@ def phase_c_bwd(
     small = [given(x, c) for x in (rho_q, call.q_weight, call.cos, call.sin, call.valid)]
     layout = token_layout((q, dout, out, dq))
     with device_guard(q):
-        phase_c_query_bwd_kernel[batch * frames * heads, shape.splits, shape.num_blocks](
+        phase_c_query_bwd_kernel[batch * frames * heads, shares, shape.num_blocks](
             q, dout, out, dq, given(den, c), given(dden, c), given(u, c), dw, *small,
-            *(given(x, c) for x in histories), frames, tokens // frames, heads, call.eps,
+            *(given(x, c) for x in histories), frames, spatial, heads, call.eps,
             *(stride for strides in layout.strides for stride in strides),
             **flags, HAS_FORWARD=histories.forward_kv is not None, HAS_REVERSE=histories.reverse_kv is not None,
             ALIGN=layout.align, BLOCK_S=shape.block_s, BLOCK_D=shape.block_d, NUM_BLOCKS=shape.num_blocks,
-            SPLITS=shape.splits, STAGES=shape.num_stages, num_warps=shape.num_warps,
+            STAGES=shape.num_stages, **shape.options(),
         )  # fmt: skip
         shape = launch_shape("phase_c_state_bwd", width, call.precision, device)
         phase_c_state_bwd_kernel[batch * frames * heads, shape.num_blocks**2](
             q, dout, given(den, c), given(dden, c), *small, c, given(cz, c),
-            frames, tokens // frames, heads, call.eps, *layout.strides[0], *layout.strides[1],
+            frames, spatial, heads, call.eps, *layout.strides[0], *layout.strides[1],
             **flags, ALIGN=layout.align, BLOCK_S=shape.block_s, BLOCK_D=shape.block_d, NUM_BLOCKS=shape.num_blocks,
-            STAGES=shape.num_stages, num_warps=shape.num_warps,
+            STAGES=shape.num_stages, **shape.options(),
         )  # fmt: skip
     u = None if u is None else (u[0] if u.shape[0] == 1 else u.sum(0))
     return ReadOutGradients(c, cz, u, dw.sum(0) if has_norm else None)

@@ -7,12 +7,13 @@ states that the exchange gave; backward is `Adjoint`, an exchange of its ``gamma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gdn_kernels.reference.frame_gdn import frame_gdn_reference, summarize_reference
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 
 def summarize(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
@@ -21,33 +22,76 @@ def summarize(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
     The increments of the reverse direction include the run's first frame and honour ``options.resets``, so maps of
     neighbours compose without a shift. An empty run is the identity. Not differentiable: see `Adjoint`.
     """
+    if options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.triton_stages import summarize_triton
+
+        return summarize_triton(inputs, options)
     return summarize_reference(inputs, options)
 
 
 def apply(
-    inputs: FrameInputs, options: FrameOptions, entry: FrameBoundary
+    inputs: FrameInputs, options: FrameOptions, entry: FrameBoundary, *, want_exit: bool = True
 ) -> tuple[Tensor, Tensor | None, FrameBoundary]:
-    """Run the frames from ``entry``; return result ``[B, N, H, D]``, denominator ``[B, H, N]`` or None, exit states.
+    """Run the frames from ``entry`` (None is zero); return the result, the denominator and the exit states.
 
-    The result is the output if ``options.divide``, else the numerator. Differentiable by autograd in the inputs and in
-    the entry states.
+    The result ``[B, N, H, D]`` is the output if ``options.divide``, else the numerator; the denominator ``[B, H, N]`` is
+    None if it was divided by, or without a z stream. Differentiable by autograd in the inputs and in the entry states.
+    Exit states that are not wanted may be None.
     """
+    if options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.triton_op import apply_triton
+
+        return apply_triton(inputs, options, entry, want_exit)
     return frame_gdn_reference(inputs, options, entry)
 
 
-class Adjoint:
+def adjoint(
+    inputs: FrameInputs,
+    options: FrameOptions,
+    entry: FrameBoundary,
+    dresult: Tensor | None,
+    ddenominator: Tensor | None,
+) -> Adjoint:
+    """Begin the backward of one `apply`; see `Adjoint`.
+
+    Args:
+        inputs, options, entry: as given to `apply`; the options name the implementation.
+        dresult: gradient of the result, ``[B, N, H, D]``, any strides; None counts as zero.
+        ddenominator: gradient of the denominator, ``[B, H, N]``, any strides; None counts as zero.
+    """
+    if options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.triton_stages import TritonAdjoint
+
+        return TritonAdjoint(inputs, options, entry, dresult, ddenominator)
+    return TorchAdjoint(inputs, options, entry, dresult, ddenominator)
+
+
+class Adjoint(Protocol):
     """The backward of one `apply`, in two steps with room for an exchange between them.
 
     Recomputes the forward; writes into none of its arguments.
 
-    Args:
-        inputs, options, entry: as given to `apply`.
-        dresult: gradient of the result, ``[B, N, H, D]``, any strides; None counts as zero.
-        ddenominator: gradient of the denominator, ``[B, H, N]``, any strides; None counts as zero.
-
     Attributes:
         gamma: gradient of the entry states if the exit states get none. Never None where the entry is not.
     """
+
+    gamma: FrameBoundary
+
+    def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
+        """Return the gradient of every input, given the gradients of the exit states (None counts as zero).
+
+        Args:
+            exit_gradient: gradients of the exit states.
+            needs: one bool per field of `FrameInputs`; a gradient not needed is returned as None. Rotary tables and
+                mask have none.
+
+        Returns:
+            FrameInputs: gradients in the dtype of their inputs. One that is needed is never None.
+        """
+
+
+class TorchAdjoint:
+    """`Adjoint` of the torch implementation: autograd through a second run of the reference."""
 
     def __init__(
         self,
@@ -68,16 +112,7 @@ class Adjoint:
         self.gamma = FrameBoundary(*_gradients(self._upstream, self._entry, [x is not None for x in entry]))
 
     def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
-        """Return the gradient of every input, given the gradients of the exit states (None counts as zero).
-
-        Args:
-            exit_gradient: gradients of the exit states.
-            needs: one bool per field of `FrameInputs`; a gradient not needed is returned as None. Rotary tables and
-                mask have none.
-
-        Returns:
-            FrameInputs: gradients in the dtype of their inputs. One that is needed is never None.
-        """
+        """Return the gradient of every input; see `Adjoint`."""
         exits = [(y, dy) for y, dy in zip(self._exit, exit_gradient, strict=True) if y is not None and dy is not None]
         return FrameInputs._make(_gradients(self._upstream + exits, self._inputs, needs))
 

@@ -20,15 +20,20 @@ _UNKNOWN_DEVICE_BYTES = 48 * 1024
 
 class LaunchShape(NamedTuple):
     """``block_s`` tokens, ``block_d`` channels (``num_blocks`` of them cover D), ``block_v`` columns of a scan,
-    ``splits`` programs that share the tokens of a frame, warps and pipeline stages."""
+    warps, pipeline stages, registers per thread (0: no limit)."""
 
     block_s: int
     block_d: int
     num_blocks: int
     block_v: int
-    splits: int
     num_warps: int
     num_stages: int
+    registers: int
+
+    def options(self) -> dict[str, int]:
+        """Return the compiler options of a launch."""
+        limit = {"maxnreg": self.registers} if self.registers and torch.version.hip is None else {}
+        return {"num_warps": self.num_warps, **limit}
 
 
 class Candidate(NamedTuple):
@@ -36,47 +41,47 @@ class Candidate(NamedTuple):
 
     block_s: int
     block_v: int
-    splits: int
     num_warps: int
     num_stages: int
+    registers: int = 0
 
 
 KERNELS = ("phase_a", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd", "operators_bwd",
            "phase_a_bwd")  # fmt: skip
 
-# kernel -> operand bytes -> candidates, best first
+# kernel -> operand bytes -> candidates, best first. Swept for correctness one by one against fp64 before timing.
 TABLE: dict[str, dict[int, tuple[Candidate, ...]]] = {
     "phase_a": {
-        2: (Candidate(64, 0, 1, 8, 3), Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 4, 1)),
-        4: (Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 8, 1)),
+        2: (Candidate(64, 0, 8, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1)),
+        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1)),
     },
     "phase_b": {
-        2: (Candidate(0, 32, 1, 4, 3), Candidate(0, 16, 1, 4, 2), Candidate(0, 16, 1, 4, 1)),
-        4: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 4, 1)),
+        2: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 2), Candidate(0, 16, 4, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1)),
     },
     "phase_c": {
-        2: (Candidate(64, 0, 3, 4, 3), Candidate(32, 0, 3, 4, 2), Candidate(16, 0, 3, 4, 1)),
-        4: (Candidate(32, 0, 3, 8, 2), Candidate(16, 0, 3, 4, 1)),
+        2: (Candidate(64, 0, 4, 1), Candidate(32, 0, 4, 1), Candidate(16, 0, 4, 1)),
+        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1)),
     },
     "phase_c_query_bwd": {
-        2: (Candidate(64, 0, 3, 4, 2), Candidate(32, 0, 3, 4, 2), Candidate(16, 0, 3, 4, 1)),
-        4: (Candidate(32, 0, 3, 8, 2), Candidate(16, 0, 3, 4, 1)),
+        2: (Candidate(64, 0, 4, 1), Candidate(32, 0, 4, 1), Candidate(16, 0, 4, 1)),
+        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1)),
     },
     "phase_c_state_bwd": {
-        2: (Candidate(64, 0, 1, 8, 3), Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 4, 1)),
-        4: (Candidate(32, 0, 1, 8, 2), Candidate(16, 0, 1, 8, 1)),
+        2: (Candidate(32, 0, 4, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1)),
+        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1)),
     },
     "phase_b_bwd": {
-        2: (Candidate(0, 32, 1, 4, 2), Candidate(0, 16, 1, 4, 1)),
-        4: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 4, 1)),
+        2: (Candidate(0, 16, 8, 2), Candidate(0, 16, 4, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1)),
     },
     "operators_bwd": {
-        2: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 8, 1)),
-        4: (Candidate(0, 32, 1, 8, 2), Candidate(0, 16, 1, 8, 1)),
+        2: (Candidate(0, 16, 8, 2, 128), Candidate(0, 16, 8, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 8, 1)),
     },
     "phase_a_bwd": {
-        2: (Candidate(64, 0, 3, 8, 1), Candidate(32, 0, 3, 8, 1), Candidate(16, 0, 3, 4, 1)),
-        4: (Candidate(32, 0, 3, 8, 1), Candidate(16, 0, 3, 8, 1)),
+        2: (Candidate(64, 0, 8, 1), Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1)),
+        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 8, 1)),
     },
 }
 
@@ -101,7 +106,7 @@ def choose(kernel: str, width: int, operand_bytes: int, shared_bytes: int) -> La
     num_blocks = -(-width // block_d)
     needed = 0
     for row in TABLE[kernel][operand_bytes]:
-        shape = LaunchShape(row.block_s, block_d, num_blocks, row.block_v, row.splits, row.num_warps, row.num_stages)
+        shape = LaunchShape(row.block_s, block_d, num_blocks, *row[1:])
         needed = shared_estimate(kernel, shape, operand_bytes)
         if needed <= shared_bytes:
             return shape
@@ -114,7 +119,7 @@ def choose(kernel: str, width: int, operand_bytes: int, shared_bytes: int) -> La
 def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
     """Bound the shared memory that the compiler allocates for one program."""
     square = shape.block_d * shape.block_d * operand_bytes
-    tile = shape.block_s * shape.block_d * 4
+    tile = shape.block_s * shape.block_d * operand_bytes
     column = shape.block_d * shape.block_v * 4
     stages = max(shape.num_stages, 1)
     blocks = shape.num_blocks
@@ -138,3 +143,17 @@ def shared_memory(device: torch.device) -> int:
         return 1 << 30  # the interpreter has no limit
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 0)) or _UNKNOWN_DEVICE_BYTES
+
+
+def token_shares(programs: int, spatial: int, shape: LaunchShape, device: torch.device) -> int:
+    """Return how many programs share the tokens of a frame so that short clips, too, fill the device.
+
+    A run-time value: no kernel is compiled for it.
+    """
+    wanted = -(-2 * _multiprocessors(device) // max(programs, 1))
+    return max(1, min(wanted, -(-spatial // shape.block_s)))
+
+
+@functools.lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

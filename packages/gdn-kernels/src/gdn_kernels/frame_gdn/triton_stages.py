@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from gdn_kernels.frame_gdn.phase_b_bwd import ScanGradients, operators_bwd, phas
 from gdn_kernels.frame_gdn.phase_c import phase_c
 from gdn_kernels.frame_gdn.phase_c_bwd import ReadOutGradients, phase_c_bwd
 from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameTransitions
+from gdn_kernels.frame_gdn.summary import summary
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, FrameTransitions
 
 
 class Prepared(NamedTuple):
@@ -69,16 +71,17 @@ def write(prepared: Prepared) -> tuple[Tensor | None, Tensor | None, FrameTransi
 
 
 def forward(
-    prepared: Prepared, options: FrameOptions, entry: FrameBoundary
+    prepared: Prepared, options: FrameOptions, entry: FrameBoundary, want_exit: bool
 ) -> tuple[Tensor, Tensor | None, FrameBoundary, Saved]:
-    """Run all phases; return result, denominator, exit states and what the backward needs."""
+    """Run all phases; return result, denominator, exit states (None unless wanted) and what the backward needs."""
     call, q, _, _, beta, decay = prepared
     rho_q, rho_k, transitions = write(prepared)
     histories = phase_b(call, transitions, decay, options.direction, options.resets, entry)
     dtype = q.dtype if options.divide else torch.float32
     result, denominator = phase_c(call, q, beta.shape[2], rho_q, histories, dtype)
     saved = Saved(rho_q, rho_k, transitions.p_kv, transitions.p_z, *histories)
-    return result, denominator, histories.exits(), saved
+    exits = histories.exits() if want_exit else FrameBoundary(None, None, None, None)
+    return result, denominator, exits, saved
 
 
 class GradientBuffers(NamedTuple):
@@ -161,3 +164,41 @@ def write_backward(
 
 def _like(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
     return gradient.to(weight.dtype) if gradient is not None and weight is not None else None
+
+
+def summarize_triton(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
+    """Collapse a run of frames to its affine maps; same result as the reference."""
+    with torch.no_grad():
+        prepared = prepare(inputs, options)
+        _, _, transitions = write(prepared)
+        return summary(prepared.call, transitions, prepared.decay, options.direction, options.resets)
+
+
+class TritonAdjoint:
+    """`Adjoint` of the Triton implementation: phases and read-out run once, the sweeps once more after the exchange."""
+
+    def __init__(
+        self,
+        inputs: FrameInputs,
+        options: FrameOptions,
+        entry: FrameBoundary,
+        dresult: Tensor | None,
+        ddenominator: Tensor | None,
+    ) -> None:
+        with torch.no_grad():
+            self._inputs, self._options, self._entry = inputs, options, entry
+            self._prepared = prepare(inputs, options)
+            result, denominator, _, self._saved = forward(self._prepared, options, entry, want_exit=False)
+            self._buffers = gradient_buffers(inputs)
+            self._read_out = read_out_backward(
+                self._prepared, self._saved, result, denominator, dresult, ddenominator, self._buffers
+            )
+            nothing = FrameBoundary(None, None, None, None)
+            self.gamma = sweep_backward(self._prepared, options, self._saved, self._read_out, nothing).entry
+
+    def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
+        """Return the gradient of every input; see `Adjoint`."""
+        with torch.no_grad():
+            scans = sweep_backward(self._prepared, self._options, self._saved, self._read_out, exit_gradient)
+            found = write_backward(self._inputs, self._prepared, self._saved, self._read_out, scans, self._buffers)
+        return FrameInputs._make(gradient if need else None for gradient, need in zip(found, needs, strict=True))

@@ -28,11 +28,11 @@ def frame_gdn_reference(
     Args:
         inputs: checked tensors.
         options: ``precision`` is a lower bound, which products in fp32 (fp64 for fp64 inputs) always meet.
-        entry: states at the ends, in the state dtype; None where a direction or stream takes no part.
+        entry: states at the ends, in the state dtype; None is zero.
 
     Returns:
         Result ``[B, N, H, D]`` (the output in the operands' dtype if ``options.divide``, else the numerator in the
-        state dtype), denominator ``[B, H, N]`` or None, and the exit states.
+        state dtype), denominator ``[B, H, N]`` (None if divided by, or without z), and the exit states.
 
     Cost: F dependent products of D x D by D x D per head, direction and stream; autograd keeps a few tensors of qkv's
         size and the states of all frames.
@@ -53,7 +53,8 @@ def frame_gdn_reference(
             result = (numerator / (denominator + options.eps)[..., None]).to(inputs.operands()[0].dtype)
         else:
             result = numerator
-        return _token_major(result), None if denominator is None else denominator.flatten(2), exit_states
+        raw = None if options.divide or denominator is None else denominator.flatten(2)
+        return _token_major(result), raw, exit_states
 
 
 def summarize_reference(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
@@ -150,12 +151,11 @@ def _scan_stream(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Sum the histories of the directions in use; return the sum and the exit state of each."""
     total: Tensor | None = None
+    zero = a.new_zeros(*a.shape[:2], *a.shape[3:])
     if options.direction.reads_past:
-        assert forward is not None
-        total, forward = _forward_scan(p, a, decay, forward)
+        total, forward = _forward_scan(p, a, decay, zero if forward is None else forward)
     if options.direction.reads_future:
-        assert reverse is not None
-        history, reverse = _reverse_scan(p, a, decay, options.resets, reverse)
+        history, reverse = _reverse_scan(p, a, decay, options.resets, zero if reverse is None else reverse)
         total = history if total is None else total + history
     assert total is not None
     return total, forward, reverse
