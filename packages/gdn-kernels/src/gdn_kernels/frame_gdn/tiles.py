@@ -14,7 +14,6 @@ import torch
 from gdn_kernels.types import Precision
 
 SUPPORTED_WIDTH = 256
-_WIDEST_BLOCK = 128
 _UNKNOWN_DEVICE_BYTES = 48 * 1024
 
 
@@ -37,13 +36,14 @@ class LaunchShape(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One row of the table, before the width is known."""
+    """One row of the table, before the width is known; ``widest``: channels that one block covers at most."""
 
     block_s: int
     block_v: int
     num_warps: int
     num_stages: int
     registers: int = 0
+    widest: int = 128
 
 
 KERNELS = ("phase_a", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd", "operators_bwd",
@@ -52,38 +52,40 @@ KERNELS = ("phase_a", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_
 # kernel -> operand bytes -> candidates, best first. Swept for correctness one by one against fp64 before timing.
 TABLE: dict[str, dict[int, tuple[Candidate, ...]]] = {
     "phase_a": {
-        2: (Candidate(64, 0, 8, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1)),
-        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1)),
+        2: (Candidate(64, 0, 8, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1, widest=64)),
+        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64)),
     },
     "phase_b": {
-        2: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 2), Candidate(0, 16, 4, 1)),
-        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1)),
+        2: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1), Candidate(0, 16, 4, 1, widest=64)),
     },
     "phase_c": {
-        2: (Candidate(64, 0, 4, 1), Candidate(32, 0, 4, 1), Candidate(16, 0, 4, 1)),
-        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1)),
+        2: (Candidate(64, 0, 4, 1), Candidate(32, 0, 4, 1), Candidate(16, 0, 4, 1, widest=64)),
+        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1), Candidate(16, 0, 4, 1, widest=64)),
     },
     "phase_c_query_bwd": {
-        2: (Candidate(64, 0, 4, 1), Candidate(32, 0, 4, 1), Candidate(16, 0, 4, 1)),
-        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1)),
+        2: (Candidate(64, 0, 4, 1), Candidate(32, 0, 4, 1), Candidate(16, 0, 4, 1, widest=64)),
+        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1), Candidate(16, 0, 4, 1, widest=64)),
     },
     "phase_c_state_bwd": {
-        2: (Candidate(32, 0, 4, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1)),
-        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1)),
+        2: (Candidate(32, 0, 4, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1, widest=64)),
+        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64)),
     },
     "phase_b_bwd": {
         2: (Candidate(0, 16, 8, 2), Candidate(0, 16, 4, 1)),
-        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1), Candidate(0, 16, 4, 1, widest=64)),
     },
     "operators_bwd": {
         2: (Candidate(0, 16, 8, 2, 128), Candidate(0, 16, 8, 1)),
-        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 8, 1)),
+        4: (Candidate(0, 16, 8, 2), Candidate(0, 16, 8, 1), Candidate(0, 16, 4, 1, widest=64)),
     },
     "phase_a_bwd": {
-        2: (Candidate(64, 0, 8, 1), Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1)),
-        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 8, 1)),
+        2: (Candidate(64, 0, 8, 1), Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64)),
+        4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64), Candidate(16, 0, 4, 1, widest=32)),
     },
 }
+# A kernel whose state or operand stays in registers holds it as one or two blocks.
+_MOST_BLOCKS = {"phase_b": 2, "phase_c": 2, "phase_c_query_bwd": 2, "phase_b_bwd": 2}
 
 
 def launch_shape(kernel: str, width: int, precision: Precision, device: torch.device) -> LaunchShape:
@@ -102,11 +104,12 @@ def choose(kernel: str, width: int, operand_bytes: int, shared_bytes: int) -> La
         raise NotImplementedError(
             f'impl="triton" supports D up to {SUPPORTED_WIDTH}, got D = {width}; use impl="torch"'
         )
-    block_d = max(16, min(_WIDEST_BLOCK, 1 << (width - 1).bit_length()))
-    num_blocks = -(-width // block_d)
     needed = 0
     for row in TABLE[kernel][operand_bytes]:
-        shape = LaunchShape(row.block_s, block_d, num_blocks, *row[1:])
+        block_d = max(16, min(row.widest, 1 << (width - 1).bit_length()))
+        shape = LaunchShape(row.block_s, block_d, -(-width // block_d), *row[1:5])
+        if shape.num_blocks > _MOST_BLOCKS.get(kernel, shape.num_blocks):
+            continue
         needed = shared_estimate(kernel, shape, operand_bytes)
         if needed <= shared_bytes:
             return shape
@@ -117,23 +120,26 @@ def choose(kernel: str, width: int, operand_bytes: int, shared_bytes: int) -> La
 
 
 def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
-    """Bound the shared memory that the compiler allocates for one program."""
+    """Bound the shared memory that the compiler allocates for one program (checked against it by the compile tests)."""
+    stages, blocks = shape.num_stages, shape.num_blocks
     square = shape.block_d * shape.block_d * operand_bytes
     tile = shape.block_s * shape.block_d * operand_bytes
-    column = shape.block_d * shape.block_v * 4
-    stages = max(shape.num_stages, 1)
-    blocks = shape.num_blocks
+    column = shape.block_d * shape.block_v * operand_bytes
+    wide = shape.block_d * shape.block_v * 4
+    spread = shape.block_d * shape.block_d * 4  # an fp32 accumulator that changes its layout on the way out
+    pipelined = stages > 1
     bound = {
-        "phase_a": (2 + 2 * blocks) * tile + stages * tile,
-        "phase_b": stages * (blocks * blocks * square + blocks * column) + 2 * blocks * column,
-        "phase_c": blocks * square + (2 + stages) * tile,
-        "phase_c_query_bwd": blocks * square + (2 + 2 * stages) * tile,
-        "phase_c_state_bwd": 3 * tile + 2 * stages * tile,
-        "phase_b_bwd": stages * (blocks * blocks * square + 2 * blocks * column) + 2 * blocks * column,
-        "operators_bwd": 4 * stages * column,
-        "phase_a_bwd": 3 * square + 4 * tile + stages * tile,
+        "phase_a": max(spread, (2 + 2 * stages + (blocks > 1) * stages) * tile),
+        "phase_b": (stages * (blocks * blocks * square + blocks * column) if pipelined else square) + blocks * column,
+        "phase_c": blocks * square + tile + pipelined * 2 * stages * tile,
+        "phase_c_query_bwd": blocks * square + 2 * tile + pipelined * 3 * stages * tile,
+        "phase_c_state_bwd": max(spread, (3 + 2 * stages) * tile),
+        "phase_b_bwd": (stages * (blocks * blocks * square + 2 * blocks * wide) if pipelined else square)
+        + blocks * column,
+        "operators_bwd": (10 if operand_bytes == 2 else 16) * stages * wide // 2,
+        "phase_a_bwd": (3 if blocks == 1 else 1) * square + (2 if blocks == 1 else 3) * tile,
     }
-    return bound[kernel]
+    return bound[kernel] + 1024
 
 
 @functools.lru_cache(maxsize=64)
