@@ -18,7 +18,7 @@ class TritonCall:
     Attributes:
         features, has_z, divide, k_scale, norm_eps, eps: see `FrameOptions`.
         precision: of products. ``operand_dtype``, ``operand`` and ``dot`` follow from it.
-        q_weight, k_weight: ``[H, D]`` or None; ``cos, sin``: ``[N, D/2]`` fp16 or fp32, or None; ``valid``: ``[B, F]`` fp32 or None.
+        q_weight, k_weight: ``[H, D]`` or None; ``cos, sin``: ``[N, D/2]`` fp32 or None; ``valid``: ``[B, F]`` fp32 or None.
         has_norm: RMSNorm is applied.
     """
 
@@ -60,7 +60,7 @@ def triton_call(inputs: FrameInputs, options: FrameOptions) -> TritonCall:
         options.features and (inputs.q_norm_weight is not None or inputs.k_norm_weight is not None),
         options.k_scale if options.features else 1.0, options.norm_eps, options.eps, options.precision,
         _contiguous(inputs.q_norm_weight), _contiguous(inputs.k_norm_weight),
-        _table(inputs.rope_cos, options), _table(inputs.rope_sin, options), None if valid is None else valid.float().contiguous(),
+        _fp32(inputs.rope_cos), _fp32(inputs.rope_sin), None if valid is None else valid.float().contiguous(),
     )  # fmt: skip
 
 
@@ -68,11 +68,5 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _table(x: Tensor | None, options: FrameOptions) -> Tensor | None:
-    """Return a rotary table as the kernels read it: fp16 beside bf16 products, which round 8 times coarser.
-
-    A head's tile of q or k has fewer bytes than the fp32 tables it is turned by.
-    """
-    if x is None:
-        return None
-    return x.to(torch.float16 if options.precision is Precision.BF16 else torch.float32).contiguous()
+def _fp32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()

@@ -55,14 +55,21 @@ def feature(x, w, FEATURES: tl.constexpr):
 
 
 @triton.jit
+def operand(x, OPERAND: tl.constexpr, DOT: tl.constexpr):
+    """Round to what a product reads. Hardware cuts tf32 operands off; rounding them first halves the error."""
+    if DOT == "tf32":
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        x = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x.to(OPERAND)
+
+
+@triton.jit
 def load_angles(cos_ptr, sin_ptr, o_n, m_n, i_block, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load cosines and sines of the pairs of channel block ``i_block``: ``[BLOCK_S, BLOCK_D / 2]`` each."""
     o_i = i_block * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)
     offsets = o_n.to(tl.int64)[:, None] * (D // 2) + o_i[None, :]
     mask = m_n[:, None] & (o_i < D // 2)[None, :]
-    cos = tl.load(cos_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    return cos, sin
+    return tl.load(cos_ptr + offsets, mask=mask, other=0.0), tl.load(sin_ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from gdn_kernels.frame_gdn.features import (
     load_matrix,
     load_tile,
     load_weight,
+    operand,
     store_tile,
     turn,
     unturn,
@@ -113,8 +114,8 @@ def phase_a_bwd_kernel(
             if HAS_ROPE:
                 cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, 0, D, BLOCK_D)
                 k = turn(k, cos, sin, BLOCK_S, BLOCK_D)
-            k = k.to(OPERAND)
-            v = load_tile(v_ptr + s * far_v, o_s, o_row, m_s, svn, svd, D, BLOCK_D).to(OPERAND)
+            k = operand(k, OPERAND, DOT)
+            v = operand(load_tile(v_ptr + s * far_v, o_s, o_row, m_s, svn, svd, D, BLOCK_D), OPERAND, DOT)
             dv = tl.dot(k, da, input_precision=DOT)
             kg = tl.dot(k, g, input_precision=DOT)
             va = tl.dot(v, da_t, input_precision=DOT)
@@ -142,9 +143,9 @@ def phase_a_bwd_kernel(
                 if HAS_ROPE:
                     cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, j, D, BLOCK_D)
                     k_j = turn(k_j, cos, sin, BLOCK_S, BLOCK_D)
-                k_j = k_j.to(OPERAND)
+                k_j = operand(k_j, OPERAND, DOT)
                 kg = tl.dot(k_j, load_matrix(g_ptr, o_j, o_row, D, 1, D), kg, input_precision=DOT)
-                va = tl.dot(v_j.to(OPERAND), load_matrix(da_ptr, o_j, o_row, 1, D, D), va, input_precision=DOT)
+                va = tl.dot(operand(v_j, OPERAND, DOT), load_matrix(da_ptr, o_j, o_row, 1, D, D), va, input_precision=DOT)
                 dv = tl.dot(k_j, load_matrix(da_ptr, o_j, o_row, D, 1, D), dv, input_precision=DOT)
         store_tile(dv_ptr + s * far_e, dv * beta[:, None], o_s, o_row, m_s, sen, sed, D)
         # loaded and turned again: holding these tiles over the products costs more registers than there are

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_kernels.frame_gdn.call import TritonCall
-from gdn_kernels.frame_gdn.features import load_matrix, store_matrix
+from gdn_kernels.frame_gdn.features import load_matrix, operand, store_matrix
 from gdn_kernels.frame_gdn.layouts import device_guard, given
 from gdn_kernels.frame_gdn.tiles import launch_shape
 from gdn_kernels.types import Direction, FrameBoundary, FrameTransitions
@@ -38,11 +38,11 @@ class FrameHistories(NamedTuple):
 def _apply_step(p_ptr, m_low, m_high, o_low, o_high, D: tl.constexpr, TWO: tl.constexpr, OPERAND: tl.constexpr,
                 DOT: tl.constexpr):  # fmt: skip
     """Return ``m - P m`` for the state's column block, held as one or two row blocks."""
-    x_low = m_low.to(OPERAND)
+    x_low = operand(m_low, OPERAND, DOT)
     low = m_low - tl.dot(load_matrix(p_ptr, o_low, o_low, D, 1, D), x_low, input_precision=DOT)
     high = m_high
     if TWO:
-        x_high = m_high.to(OPERAND)
+        x_high = operand(m_high, OPERAND, DOT)
         low -= tl.dot(load_matrix(p_ptr, o_low, o_high, D, 1, D), x_high, input_precision=DOT)
         high -= tl.dot(load_matrix(p_ptr, o_high, o_low, D, 1, D), x_low, input_precision=DOT)
         high -= tl.dot(load_matrix(p_ptr, o_high, o_high, D, 1, D), x_high, input_precision=DOT)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_kernels.frame_gdn.call import TritonCall
-from gdn_kernels.frame_gdn.features import frame_index, load_matrix, store_matrix
+from gdn_kernels.frame_gdn.features import frame_index, load_matrix, operand, store_matrix
 from gdn_kernels.frame_gdn.layouts import device_guard, given
 from gdn_kernels.frame_gdn.phase_b import FrameHistories, _apply_step, keep_factors
 from gdn_kernels.frame_gdn.tiles import launch_shape
@@ -158,10 +158,10 @@ def operators_bwd_kernel(
 @triton.jit
 def _outer(l_ptr, m_ptr, g, o_row, o_col, o_k, D: tl.constexpr, OPERAND: tl.constexpr, DOT: tl.constexpr):
     """Add ``L M' + M L'`` over the value channels ``o_k``."""
-    l_row = load_matrix(l_ptr, o_row, o_k, D, 1, D).to(OPERAND)
-    m_row = load_matrix(m_ptr, o_row, o_k, D, 1, D).to(OPERAND)
-    l_col = load_matrix(l_ptr, o_k, o_col, 1, D, D).to(OPERAND)
-    m_col = load_matrix(m_ptr, o_k, o_col, 1, D, D).to(OPERAND)
+    l_row = operand(load_matrix(l_ptr, o_row, o_k, D, 1, D), OPERAND, DOT)
+    m_row = operand(load_matrix(m_ptr, o_row, o_k, D, 1, D), OPERAND, DOT)
+    l_col = operand(load_matrix(l_ptr, o_k, o_col, 1, D, D), OPERAND, DOT)
+    m_col = operand(load_matrix(m_ptr, o_k, o_col, 1, D, D), OPERAND, DOT)
     g = tl.dot(l_row, m_col, g, input_precision=DOT)
     return tl.dot(m_row, l_col, g, input_precision=DOT)
 

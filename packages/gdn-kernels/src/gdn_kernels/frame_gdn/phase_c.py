@@ -15,6 +15,7 @@ from gdn_kernels.frame_gdn.features import (
     load_matrix,
     load_tile,
     load_weight,
+    operand,
     store_tile,
     turn,
 )
@@ -79,7 +80,7 @@ def phase_c_kernel(
     o_col = i_col * BLOCK_D + o_low
     at_kv, at_z = i_state * D * D, i_state * D
     m_low = load_state(kv_forward_ptr + at_kv, kv_reverse_ptr + at_kv, o_low, o_col, D, 1, D, HAS_FORWARD, HAS_REVERSE)
-    m_low = m_low.to(OPERAND)
+    m_low = operand(m_low, OPERAND, DOT)
     w_low = load_weight(w_ptr, i_h, o_low, D, HAS_WEIGHT, BLOCK_D)
     if HAS_Z:
         z_low = load_z(z_forward_ptr + at_z, z_reverse_ptr + at_z, o_low, D, HAS_FORWARD, HAS_REVERSE)
@@ -87,7 +88,8 @@ def phase_c_kernel(
         o_high = BLOCK_D + tl.arange(0, BLOCK_D)
         m_high = load_state(
             kv_forward_ptr + at_kv, kv_reverse_ptr + at_kv, o_high, o_col, D, 1, D, HAS_FORWARD, HAS_REVERSE
-        ).to(OPERAND)
+        )
+        m_high = operand(m_high, OPERAND, DOT)
         w_high = load_weight(w_ptr, i_h, o_high, D, HAS_WEIGHT, BLOCK_D)
         if HAS_Z:
             z_high = load_z(z_forward_ptr + at_z, z_reverse_ptr + at_z, o_high, D, HAS_FORWARD, HAS_REVERSE)
@@ -106,7 +108,7 @@ def phase_c_kernel(
         if HAS_ROPE:
             cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, 0, D, BLOCK_D)
             q = turn(q, cos, sin, BLOCK_S, BLOCK_D)
-        num = tl.dot(q.to(OPERAND), m_low, input_precision=DOT)
+        num = tl.dot(operand(q, OPERAND, DOT), m_low, input_precision=DOT)
         if NUM_BLOCKS == 2:
             q = feature(load_tile(q_ptr + s * far_q, o_s, o_high, m_s, sqn, sqd, D, BLOCK_D), w_high, FEATURES)
             if HAS_Z:
@@ -114,7 +116,7 @@ def phase_c_kernel(
             if HAS_ROPE:
                 cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, 1, D, BLOCK_D)
                 q = turn(q, cos, sin, BLOCK_S, BLOCK_D)
-            num = tl.dot(q.to(OPERAND), m_high, num, input_precision=DOT)
+            num = tl.dot(operand(q, OPERAND, DOT), m_high, num, input_precision=DOT)
         row *= valid
         if HAS_Z:
             den *= row

@@ -16,6 +16,7 @@ from gdn_kernels.frame_gdn.features import (
     load_angles,
     load_tile,
     load_weight,
+    operand,
     store_matrix,
     store_tile,
     turn,
@@ -82,11 +83,12 @@ def phase_c_query_bwd_kernel(
     w = load_weight(w_ptr, i_h, o_row, D, HAS_WEIGHT, BLOCK_D)
     # the transpose comes from addressing: rows are value channels, columns the key channels of this program
     m_low = load_state(kv_forward_ptr + at_kv, kv_reverse_ptr + at_kv, o_low, o_row, 1, D, D, HAS_FORWARD, HAS_REVERSE)
-    m_low = m_low.to(OPERAND)
+    m_low = operand(m_low, OPERAND, DOT)
     if NUM_BLOCKS == 2:
         m_high = load_state(
             kv_forward_ptr + at_kv, kv_reverse_ptr + at_kv, o_high, o_row, 1, D, D, HAS_FORWARD, HAS_REVERSE
-        ).to(OPERAND)
+        )
+        m_high = operand(m_high, OPERAND, DOT)
     if HAS_Z:
         z = load_z(z_forward_ptr + at_z, z_reverse_ptr + at_z, o_row, D, HAS_FORWARD, HAS_REVERSE)
     valid = 1.0
@@ -101,13 +103,13 @@ def phase_c_query_bwd_kernel(
         if DIVIDE:
             out = load_tile(out_ptr + s * far_o, o_s, o_low, m_s, son, sod, D, BLOCK_D)
             dden = tl.sum(dout * out, 1)
-        dq = tl.dot(dout.to(OPERAND), m_low, input_precision=DOT)
+        dq = tl.dot(operand(dout, OPERAND, DOT), m_low, input_precision=DOT)
         if NUM_BLOCKS == 2:
             dout = load_tile(dout_ptr + s * far_g, o_s, o_high, m_s, sgn, sgd, D, BLOCK_D)
             if DIVIDE:
                 out = load_tile(out_ptr + s * far_o, o_s, o_high, m_s, son, sod, D, BLOCK_D)
                 dden += tl.sum(dout * out, 1)
-            dq = tl.dot(dout.to(OPERAND), m_high, dq, input_precision=DOT)
+            dq = tl.dot(operand(dout, OPERAND, DOT), m_high, dq, input_precision=DOT)
         dq *= factor[:, None]
         if HAS_ROPE:
             cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, i_row, D, BLOCK_D)
@@ -189,7 +191,7 @@ def phase_c_state_bwd_kernel(
             cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, i_row, D, BLOCK_D)
             q = turn(q, cos, sin, BLOCK_S, BLOCK_D)
         dnum = load_tile(dout_ptr + s * far_g, o_s, o_col, m_s, sgn, sgd, D, BLOCK_D) * factor[:, None]
-        c = tl.dot(tl.trans(q.to(OPERAND)), dnum.to(OPERAND), c, input_precision=DOT)
+        c = tl.dot(tl.trans(operand(q, OPERAND, DOT)), operand(dnum, OPERAND, DOT), c, input_precision=DOT)
     store_matrix(c_ptr + i_frame * D * D, c, o_row, o_col, D)
     if HAS_Z:
         if i_col == 0:

@@ -56,7 +56,7 @@ def qk_norm(q: Tensor, k: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
     with device_guard(q):
         qk_norm_kernel[(batch * tokens,)](
             q, k, rho_q, rho_k, tokens, heads, norm_eps, *layout.strides[0], *layout.strides[1],
-            D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=1024, num_warps=4,
+            D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=512, num_warps=2,
         )  # fmt: skip
     return rho_q, rho_k
 

@@ -46,13 +46,17 @@ class Candidate(NamedTuple):
     widest: int = 128
 
 
-KERNELS = ("phase_a", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd", "operators_bwd",
+KERNELS = ("phase_a", "phase_a_z", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd", "operators_bwd",
            "phase_a_bwd")  # fmt: skip
 
 # kernel -> operand bytes -> candidates, best first. Swept for correctness one by one against fp64 before timing.
 TABLE: dict[str, dict[int, tuple[Candidate, ...]]] = {
     "phase_a": {
         2: (Candidate(64, 0, 8, 3), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1, widest=64)),
+        4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64)),
+    },
+    "phase_a_z": {
+        2: (Candidate(64, 0, 4, 2), Candidate(32, 0, 8, 2), Candidate(16, 0, 4, 1, widest=64)),
         4: (Candidate(32, 0, 8, 2), Candidate(16, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64)),
     },
     "phase_b": {
@@ -130,6 +134,7 @@ def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
     pipelined = stages > 1
     bound = {
         "phase_a": max(spread, (2 + 2 * stages + (blocks > 1) * stages) * tile),
+        "phase_a_z": max(spread, (2 + stages + (blocks > 1) * stages) * tile),
         "phase_b": (stages * (blocks * blocks * square + blocks * column) if pipelined else square) + blocks * column,
         "phase_c": blocks * square + tile + pipelined * 2 * stages * tile,
         "phase_c_query_bwd": blocks * square + 2 * tile + pipelined * 3 * stages * tile,
