@@ -1,4 +1,4 @@
-"""The three operations with ``impl="triton"`` in the interpreter against torch in fp64: every flag, width and stride."""
+"""The operations with ``impl="triton"`` in the interpreter against torch in fp64: every flag, width and stride."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def test_triton_reads_incoming_gradients_of_any_strides(kind: str, layout: Strid
 @pytest.mark.parametrize(
     ("kind", "silent"),
     [
-        ("output", ("output",)), ("output", ("final_kv", "final_z")), ("output", ("final_kv",)), ("output", ("final_z",)),
+        ("output", ("output",)), ("output", ("final_kv", "final_z")), ("output", ("final_kv",)),
+        ("output", ("final_z",)),
         ("raw", ("numerator",)), ("raw", ("denominator",)), ("raw", ("numerator", "denominator")),
         ("numerator", ("numerator",)), ("numerator", ("final_kv",)),
     ],
