@@ -39,9 +39,12 @@ def draw_clip(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> C
 
     rows = next(h for h in (22, 23, 20, 15, 2, 1) if spatial % h == 0)
     leaves = (
-        normal(batch, frames * spatial, 3, heads, width).to(dtype), torch.sigmoid(normal(batch, heads, frames, spatial) + 2),
-        torch.sigmoid(normal(batch, heads, frames) + 3), 1 + 0.2 * normal(heads * width), 1 + 0.2 * normal(heads * width),
-    )  # fmt: skip
+        normal(batch, frames * spatial, 3, heads, width).to(dtype),
+        torch.sigmoid(normal(batch, heads, frames, spatial) + 2),
+        torch.sigmoid(normal(batch, heads, frames) + 3),
+        1 + 0.2 * normal(heads * width),
+        1 + 0.2 * normal(heads * width),
+    )
     rope = rotary_tables((frames, rows, spatial // rows), width, device=torch.device(device))
     return Clip(*(x.requires_grad_() for x in leaves), rope, (width * spatial) ** -0.5)
 
@@ -80,8 +83,11 @@ def output_and_gradients(
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return the relative Frobenius error; inf if anything is not finite."""
-    error = float(torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact))
+    """Return the relative Frobenius error; 0 if both are zero, inf if anything is not finite."""
+    difference = float(torch.linalg.vector_norm(found.double() - exact))
+    if difference == 0:
+        return 0.0
+    error = difference / max(float(torch.linalg.vector_norm(exact)), torch.finfo(torch.float64).tiny)
     return error if error < float("inf") else float("inf")
 
 

@@ -15,8 +15,8 @@ from clips import draw_clip, draw_gradient, errors, output_and_gradients
 from shapes import Shape
 from table_rows import row_first
 
-# Relative Frobenius errors of the output and of the worst gradient, by precision. Rounding an exact result to bf16 alone
-# costs 1.7e-3, and inputs and gradients of the first two are bf16.
+# Relative Frobenius errors of the output and of the worst gradient, by precision. Rounding an exact result to bf16
+# alone costs 1.7e-3, and inputs and gradients of the first two are bf16.
 BOUNDS = {"bf16": (4e-3, 1e-2), "tf32": (2e-3, 1e-2), "ieee": (2e-6, 1e-5)}
 DTYPES = {"bf16": torch.bfloat16, "tf32": torch.bfloat16, "ieee": torch.float32}
 

@@ -70,6 +70,8 @@ def test_errors_see_a_wrong_output_and_one_that_is_not_a_number() -> None:
     exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert clips.relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
     assert clips.relative_error(torch.tensor([3.0, torch.nan]), exact) == torch.inf
+    assert clips.relative_error(torch.zeros(2), torch.zeros(2, dtype=torch.float64)) == 0
+    assert clips.relative_error(torch.ones(2), torch.zeros(2, dtype=torch.float64)) > 1e300
     found = clips.errors(clips.draw_clip(shapes.SHAPES["tiny"], torch.float32, "cpu"), None, "torch")
     assert found.keys() == {"output"}
 

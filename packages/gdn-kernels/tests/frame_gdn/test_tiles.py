@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -16,25 +17,31 @@ OPERAND_BYTES = (2, 4)
 EVERY_KERNEL = pytest.mark.parametrize("kernel", tiles.KERNELS)
 
 
+def choice(kernel: str, width: int, operand_bytes: int, limit_kb: int) -> tiles.LaunchShape | str:
+    """Return the shape chosen, or the text of the refusal."""
+    try:
+        return tiles.choose(kernel, width, operand_bytes, limit_kb * 1024)
+    except NotImplementedError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("limit_kb", LIMITS_KB)
 @EVERY_KERNEL
 def test_choice_fits_the_limit_and_covers_the_width_or_says_what_is_missing(kernel: str, limit_kb: int) -> None:
     chosen = 0
-    for width in WIDTHS:
-        for operand_bytes in OPERAND_BYTES:
-            try:
-                shape = tiles.choose(kernel, width, operand_bytes, limit_kb * 1024)
-            except NotImplementedError as error:
-                needed, offered = map(int, re.findall(r"(\d+) bytes .* offers (\d+)", str(error))[0])
-                assert needed > offered == limit_kb * 1024
-                assert kernel in str(error)
-                assert f"D = {width} " in str(error)
-                assert 'impl="torch"' in str(error)
-                continue
+    for width, operand_bytes in itertools.product(WIDTHS, OPERAND_BYTES):
+        found = choice(kernel, width, operand_bytes, limit_kb)
+        if isinstance(found, str):
+            pattern = rf'{kernel} at D = {width} needs (\d+) bytes .* offers (\d+); use impl="torch"'
+            message = re.fullmatch(pattern, found)
+            assert message, found
+            needed, offered = map(int, message.groups())
+            assert needed > offered == limit_kb * 1024
+        else:
             chosen += 1
-            assert tiles.shared_estimate(kernel, shape, operand_bytes) <= limit_kb * 1024
-            assert shape.block_d * shape.num_blocks >= width
-            assert shape.block_d * (shape.num_blocks - 1) < width  # no block is empty
+            assert tiles.shared_estimate(kernel, found, operand_bytes) <= limit_kb * 1024
+            assert found.block_d * found.num_blocks >= width
+            assert found.block_d * (found.num_blocks - 1) < width  # no block is empty
     assert chosen
 
 
@@ -42,15 +49,9 @@ def test_choice_fits_the_limit_and_covers_the_width_or_says_what_is_missing(kern
 @pytest.mark.parametrize("width", WIDTHS)
 @EVERY_KERNEL
 def test_more_shared_memory_never_takes_a_later_row(kernel: str, width: int, operand_bytes: int) -> None:
-    def fitting(limit_kb: int) -> tiles.LaunchShape | None:
-        try:
-            return tiles.choose(kernel, width, operand_bytes, limit_kb * 1024)
-        except NotImplementedError:
-            return None
-
     unlimited = tiles.choose(kernel, width, operand_bytes, 1 << 30)
-    found = [fitting(limit) for limit in LIMITS_KB]
-    present = [shape is not None for shape in found]
+    found = [choice(kernel, width, operand_bytes, limit) for limit in LIMITS_KB]
+    present = [isinstance(shape, tiles.LaunchShape) for shape in found]
     assert present == sorted(present)
     if unlimited in found:
         assert all(shape == unlimited for shape in found[found.index(unlimited) :])

@@ -196,6 +196,7 @@ def test_gradient_of_a_sum_has_no_strides_and_is_taken_as_it_is() -> None:
     assert_within(errors(clip, doutput, "triton"), 4e-3, 1e-2)
 
 
+@torch.no_grad()
 def test_streaming_in_steps_with_the_state_gives_the_whole_clip() -> None:
     clip = draw_clip(Shape(1, 6, 100, 4, 112, ""), torch.float32, "cuda")
     state, outputs = None, []
@@ -218,6 +219,7 @@ def test_streaming_in_steps_with_the_state_gives_the_whole_clip() -> None:
     assert relative_error(state.kv, exact.final_state.kv) <= 2e-6
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_call_equals_the_eager_one(dynamic: bool) -> None:
     torch._dynamo.reset()
