@@ -22,10 +22,8 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str = 
     """Fail, with the worst index, unless `error` is within ``tolerance``."""
     worst = error(found, expected)
     if worst > tolerance:
-        index = torch.unravel_index(
-            (found.double() - expected.double()).abs().nan_to_num(torch.inf, torch.inf).argmax(), found.shape
-        )
-        where = tuple(int(i) for i in index)
+        difference = (found.detach().double() - expected.detach().double()).abs().nan_to_num(torch.inf, torch.inf)
+        where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), found.shape))
         raise AssertionError(
             f"{name}: relative error {worst:.3e} > {tolerance:.3e}, worst at {where}: "
             f"{found[where].item():.6e}, expected {expected[where].item():.6e}"
