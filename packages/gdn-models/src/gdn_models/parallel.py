@@ -171,7 +171,7 @@ def reduce_loss(loss: Tensor, context: CPContext, n_local: int | Tensor) -> Tens
         return loss
     with torch.no_grad():
         wide = wide_dtype(loss)
-        n = torch.as_tensor(n_local, device=loss.device).to(wide)
+        n = n_local.to(wide) if isinstance(n_local, Tensor) else torch.full((), n_local, dtype=wide, device=loss.device)
         weighted = torch.where(n > 0, loss.detach().to(wide) * n, torch.zeros_like(n))
         total_loss, total = all_reduce_sum(torch.stack((weighted, n)), context).unbind()
         value, weight = total_loss / total, n * context.size / total
@@ -233,27 +233,26 @@ def _buckets(parameters: Sequence[Tensor], bucket_numel: int) -> list[list[Tenso
     return [*closed, *filling.values()]
 
 
+@torch.no_grad()
 def _all_reduce_bucket(parameters: Sequence[Tensor], context: CPContext) -> None:
     """Sum one flat buffer: all gradients, then for each parameter how many ranks have one."""
-    wide = wide_dtype(parameters[0])
     sizes = [_local(parameter).numel() for parameter in parameters]
-    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=wide, device=parameters[0].device)
-    *parts, holders = buffer.split([*sizes, len(sizes)])
-    missing = False
-    for i, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
-        if parameter.grad is None:
-            missing = missing or parameter.requires_grad
-        else:
+    held = [parameter.grad is not None for parameter in parameters]
+    device = parameters[0].device
+    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=wide_dtype(parameters[0]), device=device)
+    *parts, holders = torch.split(buffer, [*sizes, len(sizes)])
+    for parameter, part in zip(parameters, parts, strict=True):
+        if parameter.grad is not None:
             part.copy_(_local(parameter.grad).flatten())
-            holders[i] = 1
-    *parts, holders = all_reduce_sum(buffer, context).split([*sizes, len(sizes)])
-    held = holders.tolist() if missing else [1.0] * len(sizes)
-    with torch.no_grad():
-        for parameter, part, holder in zip(parameters, parts, held, strict=True):
-            if parameter.grad is None and parameter.requires_grad and holder:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                _local(parameter.grad).copy_(part.view_as(_local(parameter.grad)))
+    holders.copy_(torch.tensor(held))
+    *parts, holders = torch.split(all_reduce_sum(buffer, context), [*sizes, len(sizes)])
+    if any(parameter.requires_grad and parameter.grad is None for parameter in parameters):
+        held = [count > 0 for count in holders.tolist()]
+    for parameter, part, is_held in zip(parameters, parts, held, strict=True):
+        if parameter.grad is None and parameter.requires_grad and is_held:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            _local(parameter.grad).copy_(part.view_as(_local(parameter.grad)))
 
 
 def _local(x: Tensor) -> Tensor:
