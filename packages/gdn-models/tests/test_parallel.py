@@ -11,12 +11,14 @@ from torch import nn
 from gdn_cp import CPContext, FramePartition
 from gdn_models import (
     BidirectionalGDN,
+    ChunkCausalGDN,
     FrameGDN,
     all_reduce_gradients,
     apply_context_parallel,
     reduce_loss,
 )
-from gdn_models.parallel import ContextParallelModule, _buckets
+from gdn_models.frame_gdn import Call
+from gdn_models.parallel import ContextParallelModule, Shard, _buckets
 
 SECOND_OF_THREE = SimpleNamespace(rank=1, size=3, is_trivial=False)
 
@@ -123,9 +125,19 @@ def test_shard_errors(
         attached(context, default).shard(frames, partition)  # type: ignore[arg-type]
 
 
-def test_chunk_starts_are_checked_against_the_whole_clip() -> None:
-    from gdn_models import ChunkCausalGDN
+def test_rotary_positions_are_those_of_the_whole_clip() -> None:
+    """Frames count from the start of the clip, rows and columns from zero on every rank."""
+    block, partition = BidirectionalGDN(dim=16, heads=1), FramePartition((2, 0, 3))
+    whole = block._rotation(Call((5, 2, 3), None, (), Shard(0, 5, 5, None, None)), torch.device("cpu"))
+    for rank, frames in enumerate(partition.counts):
+        shard = attached(SimpleNamespace(rank=rank, size=3, is_trivial=False)).shard(frames, partition)
+        part = block._rotation(Call((frames, 2, 3), None, (), shard), torch.device("cpu"))
+        span = slice(6 * partition.starts[rank], 6 * partition.starts[rank + 1])
+        assert torch.equal(part.cos, whole.cos[span])
+        assert torch.equal(part.sin, whole.sin[span])
 
+
+def test_chunk_starts_are_checked_against_the_whole_clip() -> None:
     block = ChunkCausalGDN(dim=8, heads=2)
     block.attach_context(SECOND_OF_THREE, FramePartition((2, 2, 3)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"chunk_starts must lie in 0 ... F - 1 = 6, got \(0, 7\)"):

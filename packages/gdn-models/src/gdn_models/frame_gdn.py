@@ -172,13 +172,13 @@ class FrameGDNBlock(ContextParallelModule):
         """Convert parameters, but keep ``A_log`` and ``dt_bias`` from becoming narrower than fp32."""
         if recurse:
             for child in self.children():
-                child._apply(fn)
+                child._apply(fn)  # type: ignore[no-untyped-call]
 
         def keep_wide(value: Tensor) -> Tensor:
             converted = fn(value)
             return converted if converted.dtype.itemsize >= 4 else value.to(converted.device, torch.float32)
 
-        super()._apply(keep_wide, recurse=False)
+        super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
         return self
 
     def _call(

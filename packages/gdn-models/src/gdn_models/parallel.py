@@ -257,7 +257,7 @@ def _all_reduce_bucket(parameters: Sequence[Tensor], context: CPContext) -> None
 
 def _local(x: Tensor) -> Tensor:
     """Return this rank's shard of a tensor that is sharded over another mesh axis, or the tensor itself."""
-    local: Tensor = x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 
 
