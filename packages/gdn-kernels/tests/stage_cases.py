@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -70,3 +71,21 @@ def named_tensors(*groups: Mapping[str, Tensor | None] | tuple[Tensor | None, ..
         items = group.items() if isinstance(group, Mapping) else zip(group._fields, group, strict=True)
         found.update({name: value for name, value in items if value is not None})
     return found
+
+
+def cut(inputs: FrameInputs, options: FrameOptions, start: int, stop: int) -> tuple[FrameInputs, FrameOptions]:
+    """Return the call that a device would get which owns frames ``start ... stop - 1`` only."""
+    spatial = inputs.beta.shape[3]
+    tokens, frames = slice(start * spatial, stop * spatial), slice(start, stop)
+
+    def part(x: Tensor | None, *index: slice) -> Tensor | None:
+        return None if x is None else x[index]
+
+    every = slice(None)
+    local = FrameInputs(
+        *(part(x, every, tokens) for x in inputs[:4]),
+        inputs.beta[:, :, frames], inputs.decay[:, :, frames], inputs.q_norm_weight, inputs.k_norm_weight,
+        part(inputs.rope_cos, tokens), part(inputs.rope_sin, tokens), part(inputs.frame_valid, every, frames),
+    )  # fmt: skip
+    resets = tuple(f - start for f in options.resets if start <= f < stop)
+    return local, dataclasses.replace(options, resets=resets)
