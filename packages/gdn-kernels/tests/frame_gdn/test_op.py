@@ -21,7 +21,7 @@ from frame_gdn_cases import (
 )
 from torch import Tensor
 
-from gdn_kernels import FrameState, frame_gdn
+from gdn_kernels import FrameState
 
 TOLERANCE = 1e-12
 MODES = [
@@ -223,9 +223,3 @@ def test_gradcheck_of_the_denominator_alone() -> None:
     dqkv = torch.autograd.grad(denominator(*leaf).sum(), leaf[0])[0]
     assert dqkv[:, :, 1].abs().max() > 1e-3
     assert_zero(dqkv[:, :, 2], "dv")
-
-
-def test_example_of_the_docstring() -> None:
-    result = frame_gdn(torch.rand(1, 6, 3, 2, 4), torch.rand(1, 2, 3, 2), torch.rand(1, 2, 3))
-    assert result.output.shape == (1, 6, 2, 4)
-    assert result.final_state is None
