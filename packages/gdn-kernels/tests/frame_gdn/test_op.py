@@ -20,6 +20,7 @@ from frame_gdn_cases import (
     upstream,
 )
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from gdn_kernels import FrameState
 
@@ -223,3 +224,17 @@ def test_gradcheck_of_the_denominator_alone() -> None:
     dqkv = torch.autograd.grad(denominator(*leaf).sum(), leaf[0])[0]
     assert dqkv[:, :, 1].abs().max() > 1e-3
     assert_zero(dqkv[:, :, 2], "dv")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_cost_in_flops_is_the_documented_one(direction: str) -> None:
+    batch, heads, frames, spatial, width = sizes = (2, 3, 5, 7, 4)
+    case = draw(sizes, without=("kv", "z"))
+    scans = 2 if direction == "bidirectional" else 1
+    per_frame = 8 * spatial * width**2 + 2 * spatial * width + scans * (2 * width**3 + 2 * width**2)
+    with FlopCounterMode(display=False) as forward:
+        results = run("raw", case, direction)
+    assert forward.get_total_flops() == batch * heads * frames * per_frame
+    with FlopCounterMode(display=False) as backward:
+        gradients(results, upstream(results), case)
+    assert backward.get_total_flops() <= 2 * forward.get_total_flops()

@@ -175,6 +175,17 @@ def test_the_usual_key_scale_contracts_and_larger_ones_do_not() -> None:
         assert float(torch.linalg.eigvalsh(p)[-1]) > 2
 
 
+def test_p_keeps_its_diagonal_in_bf16_and_one_minus_p_does_not() -> None:
+    """It averages mean(beta) / (2 D), while numbers just below 1 are 2^-8 apart."""
+    p = transitions_at((112 * 880) ** -0.5, torch.full((1, 1, 1, 880), 0.5))
+    diagonal, identity = p.diagonal(), torch.eye(112, dtype=torch.float64)
+    assert abs(float(diagonal.mean()) / (0.5 / 224) - 1) < 0.03
+    stored = p.bfloat16().double().diagonal()
+    complement = (identity - (identity - p).bfloat16().double()).diagonal()
+    assert ((stored - diagonal).abs() / diagonal).max() <= half_ulp(torch.bfloat16)
+    assert ((complement - diagonal).abs() / diagonal).mean() > 0.25
+
+
 @pytest.mark.parametrize("decay", [1.0, 0.5])
 @pytest.mark.parametrize("margin", [-1e-3, 1e-3])
 def test_a_step_expands_exactly_when_lambda_exceeds_one_plus_one_over_decay(decay: float, margin: float) -> None:

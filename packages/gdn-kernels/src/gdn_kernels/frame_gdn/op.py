@@ -85,7 +85,8 @@ def frame_gdn(
         TypeError: An argument is of the wrong Python type.
         NotImplementedError: ``impl="triton"``: this release has the torch implementation only.
 
-    Cost: 6 S D^2 + 4 D^3 + 2 S D^2 flops per frame, head and direction; F dependent steps. No host synchronisation.
+    Cost: 8 S D^2 flops of products per frame and head and 2 D^3 more for each direction, twice that backward; F
+        dependent steps. No host synchronisation.
     Determinism: as the torch products it calls.
     Source: the frame-wise rule of SANA-WM, which takes the gated delta rule (Yang, Kautz and Hatamizadeh, Gated Delta
         Networks, 2024) from tokens to frames.
