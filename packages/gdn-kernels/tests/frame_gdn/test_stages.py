@@ -182,6 +182,7 @@ def test_adjoint_gives_only_what_is_needed_and_zeros_where_nothing_arrives() -> 
     dresult = upstream({"result": apply(inputs, options, entry)[0]})["result"]
     adjoint = Adjoint(plain, options, entry, dresult, None)
     everything = adjoint.finish(NOTHING, [True] * 11)
+    assert not any(x.requires_grad for x in named_tensors(plain).values()), "inputs keep their flag"
     for needs in product([False, True], repeat=5):
         wanted = [needs[0], False, False, False, *needs[1:], False, False, False]
         found = adjoint.finish(NOTHING, wanted)
