@@ -22,7 +22,7 @@ from frame_gdn_cases import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from gdn_kernels import FrameState
+from gdn_kernels import FrameState, frame_gdn
 
 TOLERANCE = 1e-12
 MODES = [
@@ -238,3 +238,21 @@ def test_cost_in_flops_is_the_documented_one(direction: str) -> None:
     with FlopCounterMode(display=False) as backward:
         gradients(results, upstream(results), case)
     assert backward.get_total_flops() <= 2 * forward.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_final_state_comes_only_when_asked_for(kind: str) -> None:
+    case = case_for(kind, "forward")
+    asked, plain = run(kind, case), run(kind, case, output_final_state=False)
+    assert {name for name in asked if name not in plain} == {"final_kv"} | (
+        {"final_z"} if kind != "numerator" else set()
+    )
+    for name, value in plain.items():
+        assert_same(value, asked[name], name)
+
+
+def test_options_are_keyword_only() -> None:
+    """FC-A05."""
+    case = draw()
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        frame_gdn(case["qkv"], case["beta"], case["decay"], None)
