@@ -236,7 +236,7 @@ def frame_gdn_arguments(
         dtype = inputs.state_dtype
         checks.require_frame_state("initial_state", initial_state, batch, heads, width, dtype, qkv.device)
     kv, z = (None, None) if initial_state is None else initial_state
-    return inputs, options, entry_states(inputs, options, kv, z)
+    return inputs, options, FrameBoundary(kv, z, None, None)
 
 
 def numerator_arguments(
@@ -272,25 +272,7 @@ def numerator_arguments(
     if initial_state is not None:
         shape = (batch, heads, width, width)
         checks.require_state("initial_state", initial_state, "B, H, D, D", shape, inputs.state_dtype, q.device)
-    return inputs, options, entry_states(inputs, options, initial_state, None)
-
-
-def entry_states(
-    inputs: FrameInputs, options: FrameOptions, forward_kv: Tensor | None, forward_z: Tensor | None
-) -> FrameBoundary:
-    """Return the entry states of a clip that starts from the given forward state (None: zeros)."""
-    batch, heads = inputs.beta.shape[:2]
-    width = inputs.operands()[0].shape[-1]
-
-    def zeros(*tail: int) -> Tensor:
-        return torch.zeros(batch, heads, *tail, dtype=inputs.state_dtype, device=inputs.beta.device)
-
-    past, future, has_z = options.direction.reads_past, options.direction.reads_future, options.has_z
-    if past and forward_kv is None:
-        forward_kv, forward_z = zeros(width, width), zeros(width) if has_z else None
-    return FrameBoundary(
-        forward_kv, forward_z, zeros(width, width) if future else None, zeros(width) if future and has_z else None
-    )
+    return inputs, options, FrameBoundary(initial_state, None, None, None)
 
 
 def final_frame_state(exit_states: FrameBoundary, wanted: bool) -> FrameState | None:

@@ -28,7 +28,7 @@ def frame_gdn_reference(
     Args:
         inputs: checked tensors.
         options: ``precision`` is a lower bound, which products in fp32 (fp64 for fp64 inputs) always meet.
-        entry: states at the ends, in the state dtype; None where a direction or stream takes no part.
+        entry: states at the ends, in the state dtype; None is zero.
 
     Returns:
         Result ``[B, N, H, D]`` (the output in the operands' dtype if ``options.divide``, else the numerator in the
@@ -150,12 +150,11 @@ def _scan_stream(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Sum the histories of the directions in use; return the sum and the exit state of each."""
     total: Tensor | None = None
+    zero = a.new_zeros(*a.shape[:2], *a.shape[3:])
     if options.direction.reads_past:
-        assert forward is not None
-        total, forward = _forward_scan(p, a, decay, forward)
+        total, forward = _forward_scan(p, a, decay, zero if forward is None else forward)
     if options.direction.reads_future:
-        assert reverse is not None
-        history, reverse = _reverse_scan(p, a, decay, options.resets, reverse)
+        history, reverse = _reverse_scan(p, a, decay, options.resets, zero if reverse is None else reverse)
         total = history if total is None else total + history
     assert total is not None
     return total, forward, reverse
