@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -14,6 +15,7 @@ nox.options.sessions = ["lint", "layers", "docs", "build", "types", "integration
 
 ROOT = Path(__file__).parent
 PACKAGES = ("gdn-kernels", "gdn-cp", "gdn-models")
+EACH_PACKAGE = [nox.param(package, id=package) for package in PACKAGES]  # so that `nox -s "tests(gdn-cp)"` is enough
 NEEDS = {"gdn-kernels": (), "gdn-cp": ("gdn-kernels",), "gdn-models": ("gdn-kernels", "gdn-cp")}
 # numpy is a test tool: torch warns at import if it is missing, and warnings are errors.
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
@@ -39,14 +41,27 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # and then kept
 os.environ.pop("PYTHONPATH", None)  # the packages come from a session's environment, never from a caller's path
 
 
-def install(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -> None:
-    """Install tools and wheels built from the tree, and prove that these are what the session imports."""
+def install(session: nox.Session, *packages: str, tools: tuple[str, ...] = (), sdists: Path | None = None) -> None:
+    """Install tools, and packages built from the tree or from sdists; prove that these are what the session imports."""
     paths = [str(ROOT / "packages" / package) for package in packages]
-    # pip always builds a folder anew; uv takes a version it has seen before for the same, unless told.
+    if sdists:
+        paths = [str(next(sdists.glob(f"{package.replace('-', '_')}-*.tar.gz"))) for package in packages]
+    # pip always builds these anew; uv takes a version it has seen before for the same, unless told.
     anew = [f"--reinstall-package={package}" for package in packages] if session.venv_backend == "uv" else []
     session.install("-c", str(ROOT / "constraints.txt"), *anew, *tools, *paths)
     if packages:
         session.run("python", str(ROOT / "tools" / "check_environment.py"), *packages)
+
+
+def make(session: nox.Session, *packages: str, only: tuple[str, ...] = ()) -> Path:
+    """Build distributions into a folder that holds nothing else."""
+    install(session, tools=("build", "hatchling"))
+    out = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    for package in packages:
+        source = str(ROOT / "packages" / package)
+        session.run("python", "-m", "build", "--no-isolation", *only, "--outdir", str(out), source)
+    return out
 
 
 def pytest(session: nox.Session, folder: str) -> None:
@@ -90,28 +105,23 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("package", PACKAGES)
+@nox.parametrize("package", EACH_PACKAGE)
 def build(session: nox.Session, package: str) -> None:
-    """Build an sdist, and the wheel from it; check what they hold, then install the sdist and import it."""
-    install(session, *NEEDS[package], tools=("build", "hatchling", "numpy"))
-    out = Path(session.create_tmp()) / "dist"
-    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT / "packages" / package))
-    sdist = session.run("python", "tools/check_distribution.py", package, str(out), silent=True)
-    anew = ["--reinstall-package", package] if session.venv_backend == "uv" else []
-    session.install("-c", str(ROOT / "constraints.txt"), *anew, str(sdist).strip())
-    session.run("python", str(ROOT / "tools" / "check_environment.py"), package, *NEEDS[package])
-    session.run("python", "-c", f"import {package.replace('-', '_')}")
+    """Build an sdist, and the wheel from it, and check what they hold."""
+    out = make(session, package)
+    session.run("python", "tools/check_distribution.py", package, str(out))
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Test the three wheels together: ranks, modules, examples, documentation, demo."""
-    install(session, *PACKAGES, tools=(*TEST_TOOLS, *DEMO_TOOLS))
+    """Test the three packages together, built from their sdists: ranks, modules, examples, documentation, demo."""
+    sdists = make(session, *PACKAGES, only=("--sdist",))
+    install(session, *PACKAGES, tools=(*TEST_TOOLS, *DEMO_TOOLS), sdists=sdists)
     pytest(session, "tests_integration")
 
 
 @nox.session
-@nox.parametrize("package", PACKAGES)
+@nox.parametrize("package", EACH_PACKAGE)
 def tests(session: nox.Session, package: str) -> None:
     """Test one package with nothing installed but what it declares."""
     install(session, package, *NEEDS[package], tools=TEST_TOOLS)

@@ -1,7 +1,4 @@
-"""Fail unless a package's sdist and wheel hold what they must, and nothing else: ``check_distribution.py PACKAGE DIR``.
-
-Prints the path of the sdist, for whoever installs it next.
-"""
+"""Fail unless an sdist and a wheel hold what they must, and nothing else: ``check_distribution.py PACKAGE DIR``."""
 
 import sys
 import tarfile
@@ -35,22 +32,17 @@ def problems(package: str, sdist: set[str], wheel: set[str]) -> list[str]:
     return found
 
 
-def newest(folder: Path, pattern: str) -> Path:
-    """Return the file of this pattern that was written last."""
-    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-
-
 def main() -> None:
     package, folder = sys.argv[1], Path(sys.argv[2])
-    stem = package.replace("-", "_")
-    sdist_path = newest(folder, f"{stem}-*.tar.gz")
+    (sdist_path,) = folder.glob("*.tar.gz")
+    (wheel_path,) = folder.glob("*.whl")
     with tarfile.open(sdist_path) as archive:
         sdist = {name.split("/", 1)[1] for name in archive.getnames()}
-    with zipfile.ZipFile(newest(folder, f"{stem}-*.whl")) as archive:
+    with zipfile.ZipFile(wheel_path) as archive:
         wheel = set(archive.namelist())
-    if found := problems(package, sdist, wheel):
-        sys.exit("\n".join(found))
-    print(sdist_path)
+    found = problems(package, sdist, wheel)
+    print("\n".join(found) or f"{package}: sdist and wheel hold what they must, and nothing else")
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":
