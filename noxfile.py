@@ -100,7 +100,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""
-    install(session, tools=("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python"))
+    install(session, tools=("mkdocs", "mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff"))
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
