@@ -1,4 +1,4 @@
-"""Check what the tree promises: tests mirror sources, sibling ranges follow versions, fragments have known names.
+"""Check what the tree promises: tests mirror sources, ranges follow versions, API pages and fragments have their names.
 
 Run from anywhere; prints every problem and exits 1 if there is one.
 """
@@ -107,6 +107,21 @@ def stray_distributed(root: Path) -> Iterator[str]:
             yield f"{path.relative_to(root)}:{line} uses torch.distributed; only {DISTRIBUTED_IMPORTER} may"
 
 
+def unlisted_names(root: Path) -> Iterator[str]:
+    """Yield public names without a place in the API pages, which list them by hand, and places without a name."""
+    for package in PACKAGES:
+        module = package.replace("-", "_")
+        source = root / "packages" / package / "src" / module / "__init__.py"
+        page = root / "docs" / "api" / f"{package.removeprefix('gdn-')}.md"
+        listed = set(re.findall(rf"^::: {module}\.(\w+)$", page.read_text(), re.MULTILINE))
+        public: set[str] = set()
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                public = set(ast.literal_eval(node.value)) - {"__version__"}
+        yield from (f"{module}.{name} is not in {page.relative_to(root)}" for name in sorted(public - listed))
+        yield from (f"{page.relative_to(root)} lists {module}.{name}, not public" for name in sorted(listed - public))
+
+
 def different_licences(root: Path) -> Iterator[str]:
     """Yield packages whose licence, a copy for their distributions, is not the repository's."""
     for package in PACKAGES:
@@ -116,7 +131,7 @@ def different_licences(root: Path) -> Iterator[str]:
 
 def problems(root: Path) -> list[str]:
     """Return every problem of the tree below ``root``."""
-    checks = (wrong_ranges, wrong_fragments, stray_tests, stray_distributed, different_licences)
+    checks = (wrong_ranges, wrong_fragments, stray_tests, stray_distributed, unlisted_names, different_licences)
     return [problem for check in checks for problem in check(root)]
 
 

@@ -15,6 +15,7 @@ import check_layout
 def tree(tmp_path: Path) -> Path:
     root = check_layout.ROOT
     (tmp_path / "tools").mkdir()
+    (tmp_path / "docs" / "api").mkdir(parents=True)
     shutil.copy(root / "tools" / "changelog.md.jinja", tmp_path / "tools")
     shutil.copy(root / "LICENSE", tmp_path)
     for package in check_layout.PACKAGES:
@@ -28,5 +29,7 @@ def tree(tmp_path: Path) -> Path:
         about = check_layout.about(tmp_path, package)
         about.parent.mkdir(parents=True)
         about.write_text('__version__ = "0.1.0"\n')
+        (about.parent / "__init__.py").write_text('__all__ = ["Gate", "__version__"]\n')
+        (tmp_path / "docs" / "api" / f"{package.removeprefix('gdn-')}.md").write_text(f"::: {about.parent.name}.Gate\n")
     assert check_layout.problems(tmp_path) == []
     return tmp_path
