@@ -45,7 +45,10 @@ class Clip:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         n = self.frames * S
-        leaves = {"beta": torch.sigmoid(normal(B, H, self.frames, S)), "decay": torch.sigmoid(normal(B, H, self.frames) + 1)}
+        leaves = {
+            "beta": torch.sigmoid(normal(B, H, self.frames, S)),
+            "decay": torch.sigmoid(normal(B, H, self.frames) + 1),
+        }
         if self.kind == "numerator":
             leaves.update({name: 0.4 * normal(B, n, H, D) for name in ("q", "k", "v")})
         else:

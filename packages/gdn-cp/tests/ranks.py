@@ -6,6 +6,7 @@ ends after a time limit whatever its ranks do, and the first traceback is the on
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import multiprocessing
@@ -75,9 +76,7 @@ def _collect(ends: dict[Connection, int], results: dict[int, Any], deadline: flo
             results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
 
 
-def _child(
-    rank: int, size: int, worker: Callable[[int], Any], meeting: Path, timeout: float, end: Connection
-) -> None:
+def _child(rank: int, size: int, worker: Callable[[int], Any], meeting: Path, timeout: float, end: Connection) -> None:
     torch.set_num_threads(1)  # the threads of the parent did not survive the fork
     try:
         dist.init_process_group(
@@ -91,7 +90,5 @@ def _child(
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001  whatever it is, the parent shows it
-        try:
+        with contextlib.suppress(OSError):
             end.send((True, traceback.format_exc()))
-        except OSError:
-            pass

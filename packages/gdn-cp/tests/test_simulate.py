@@ -132,7 +132,9 @@ def test_halo_is_the_adjoint_of_its_gradient():
                 length = left + counts[rank] + right if counts[rank] else 0
                 assert torch.equal(y, clip[:, start : start + length])
             ups = [torch.randn_like(y) for y in ys]
-            grads = torch.autograd.grad(sum((y * up).sum() for y, up in zip(ys, ups, strict=True)), xs, allow_unused=True)
+            grads = torch.autograd.grad(
+                sum((y * up).sum() for y, up in zip(ys, ups, strict=True)), xs, allow_unused=True
+            )
             there = sum((y * up).sum() for y, up in zip(ys, ups, strict=True))
             back = sum((x * g).sum() for x, g in zip(xs, grads, strict=True) if g is not None)
             assert abs(float(there.detach()) - float(back.detach())) <= 1e-12 * (1 + abs(float(there.detach())))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class AffineMap(NamedTuple):
-    """``transition [..., D, D]`` and ``increment [..., D, V]``. ``later`` after ``earlier`` is `compose(later, earlier)`."""
+    """``transition [..., D, D]`` and ``increment [..., D, V]``: ``state -> transition @ state + increment``."""
 
     transition: Tensor
     increment: Tensor
@@ -51,7 +51,7 @@ def exclusive(maps: Sequence[AffineMap], state: Tensor) -> list[Tensor]:
 
 
 def states_between(maps: Sequence[AffineMap], state: Tensor) -> list[Tensor]:
-    """Return the states before the first map, between the maps, and after the last; carried wide, rounded for the result."""
+    """Return the states before the first map, between maps and after the last; carried wide, rounded once."""
     carried = state.to(_wide(state))
     states = [carried]
     for m in maps:

@@ -68,20 +68,26 @@ def cp_frame_gdn(
         context: the ranks. With one rank this is the local operation.
         partition: frames of each rank; needed with interior chunk starts, checked if given. The same on every rank.
         rope: tables of this rank's tokens, at their global positions.
-        q_norm_weight, k_norm_weight, k_scale, direction, norm_eps, eps, precision, impl: as in `gdn_kernels.frame_gdn`,
-            equal on all ranks.
+        q_norm_weight: as in `gdn_kernels.frame_gdn`; this and what follows is equal on all ranks unless said.
+        k_norm_weight: as in `gdn_kernels.frame_gdn`.
+        k_scale: as in `gdn_kernels.frame_gdn`.
+        direction: as in `gdn_kernels.frame_gdn`.
         chunk_starts: counted over the whole clip, equal on all ranks.
         frame_valid: ``[B, F]``, local frames; a mask on some ranks only is fine.
         initial_state: every rank passes a state of the same shape, or every rank None. That of rank 0 is read, and
             receives a gradient; the others receive zeros.
         output_final_state: return the state after the clip's last frame, the same on every rank. Gradients that arrive
             on several ranks are summed.
+        norm_eps: as in `gdn_kernels.frame_gdn`.
+        eps: as in `gdn_kernels.frame_gdn`.
+        precision: as in `gdn_kernels.frame_gdn`.
+        impl: as in `gdn_kernels.frame_gdn`.
 
     Returns:
         FrameGDNResult: ``output [B, N, H, D]`` of this rank's tokens, ``final_state`` of the clip or None.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: As the local operation; on every rank, if one rank's arguments are wrong.
+        ValueError, TypeError, NotImplementedError: As the local operation; on every rank if on one.
         RuntimeError: Ranks disagree; no partition with chunk starts; a partition of another size or other counts; an
             exchange did not complete.
 
@@ -179,8 +185,8 @@ def cp_frame_gdn_numerator(
 
     Arguments, errors and gradients are those of `cp_frame_gdn`; q, k, v ``[B, N, H, D]``.
 
-    Communication: one all-gather per pass, of ``3 D^2`` numbers per batch element and head forward (both directions), then
-        ``2 D^2`` backward.
+    Communication: one all-gather per pass, of ``3 D^2`` numbers per batch element and head forward (both directions),
+        then ``2 D^2`` backward.
 
     Returns:
         FrameGDNNumeratorResult: ``numerator [B, N, H, D]`` fp32 (fp64), ``final_state`` ``[B, H, D, D]`` or None.
@@ -299,7 +305,8 @@ def _terms(
     agreed = (
         ("S", inputs.beta.shape[3]), ("partition", partition and digest(partition.counts)),
         ("chunk_starts", digest(tuple(chunk_starts or ()))), ("precision", options.precision.value),
-        ("impl", options.impl.value), ("k_scale", options.k_scale), ("norm_eps", options.norm_eps), ("eps", options.eps),
+        ("impl", options.impl.value), ("k_scale", options.k_scale), ("norm_eps", options.norm_eps),
+        ("eps", options.eps),
     )  # fmt: skip
     floats = [x for x in (*inputs, *initial) if x is not None]
     return Terms(wire, agreed, any(x.requires_grad for x in floats), torch.is_grad_enabled())

@@ -78,7 +78,8 @@ def halo_exchange(
 
     Args:
         x: this rank's frames along ``dim``, any strides.
-        left, right: frames to add, >= 0; with both 0, x itself comes back and nothing is sent.
+        left: frames to add before, >= 0; with both sides 0, x itself comes back and nothing is sent.
+        right: frames to add after, >= 0.
         dim: the dim of frames.
         context: the ranks.
         partition: frames of each rank, the same on every rank. A halo may span several short or empty ranks.

@@ -1,8 +1,8 @@
 """Before the first payload of a kind of call, the ranks compare what they are about to do.
 
-One fixed-size descriptor per rank is gathered: what must be equal, and whether the rank's own arguments are in order. So a
-mistake on one rank is an error on all of them, and buffers of unequal size, which end a process from inside the library
-that sends them, are never sent.
+One fixed-size descriptor per rank is gathered: what must be equal, and whether the rank's own arguments are in order.
+So a mistake on one rank is an error on all of them, and buffers of unequal size, which end a process from inside the
+library that sends them, are never sent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def agree(
         make: checks the arguments and returns the rank's terms and whatever the caller goes on with.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: ``make`` raised it, on this rank or, with its rank named, on another.
+        ValueError, TypeError, NotImplementedError: ``make`` raised it, on this rank or on another, named.
         RuntimeError: The ranks disagree, or the exchange failed.
 
     Communication: one gather of 512 bytes per rank the first time a combination of ``wire`` terms is met on the group

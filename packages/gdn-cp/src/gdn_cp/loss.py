@@ -24,8 +24,8 @@ def join_backward(loss: Tensor, *outputs: Tensor) -> Tensor:
     """Return ``loss``, whose backward also reaches ``outputs`` with zero gradients.
 
     For a rank whose loss ignores an output of a context-parallel operation that another rank's loss uses, and for the
-    empty outputs of a rank without frames: a backward exchange runs on every rank or on none. Adding ``0 * output`` would
-    do the same but carry a NaN into the loss.
+    empty outputs of a rank without frames: a backward exchange runs on every rank or on none. Adding ``0 * output``
+    would do the same but carry a NaN into the loss.
 
     Args:
         loss: any tensor, usually a scalar.

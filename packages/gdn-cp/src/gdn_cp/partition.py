@@ -40,7 +40,9 @@ class FramePartition:
 
     def __post_init__(self) -> None:
         counts = self.counts
-        if not isinstance(counts, list | tuple) or not all(isinstance(n, int) and not isinstance(n, bool) for n in counts):
+        if not isinstance(counts, list | tuple) or not all(
+            isinstance(n, int) and not isinstance(n, bool) for n in counts
+        ):
             raise TypeError(f"counts must be a tuple of ints, got {counts!r}")
         object.__setattr__(self, "counts", tuple(counts))
         if any(n < 0 for n in counts) or sum(counts) < 1:
@@ -109,7 +111,7 @@ class FramePartition:
         return x.narrow(dim, span.start, len(span))
 
     def local_starts(self, starts: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the clip's interior chunk starts that lie on a rank, in the rank's own frames; frame 0 of the clip is none."""
+        """Return the clip's interior chunk starts (0 is none) that lie on a rank, counted in the rank's own frames."""
         span = self.span(rank)
         return tuple(start - span.start for start in starts if start > 0 and start in span)
 

@@ -99,8 +99,8 @@ def entries(
 ) -> tuple[FrameBoundary, tuple[Tensor | None, Tensor | None]]:
     """Return this rank's entry states and the final state of the clip, from the buffers of all ranks ``[P, length]``.
 
-    Forward ``X_{r+1} = E_r X_r + h_r`` from rank 0 on, reverse ``Y_{r-1} = E_r' Y_r + h_r`` from the last rank down, E_r'
-    replaced by 0 where a chunk starts.
+    Forward ``X_{r+1} = E_r X_r + h_r`` from rank 0 on, reverse ``Y_{r-1} = E_r' Y_r + h_r`` from the last rank down,
+    E_r' replaced by 0 where a chunk starts.
     """
     blocks = plan.forward_layout().unpack(gathered)
     entry: dict[str, Tensor] = {}
@@ -115,7 +115,10 @@ def entries(
                 final[stream] = _shaped(states[plan.size], stream)
         if _REVERSE in plan.directions:
             later = range(plan.size - 1, plan.rank, -1)
-            maps = [_reverse(m, plan.has_reset[r]) for m, r in zip(_maps(blocks, _REVERSE, stream, later), later, strict=True)]
+            maps = [
+                _reverse(m, plan.has_reset[r])
+                for m, r in zip(_maps(blocks, _REVERSE, stream, later), later, strict=True)
+            ]
             zero = torch.zeros_like(_columns(blocks[f"reverse_{stream}"][0], stream))
             entry[f"reverse_{stream}"] = _shaped(affine.fold(maps, zero), stream)
     if plan.rank == 0 and plan.has_initial:

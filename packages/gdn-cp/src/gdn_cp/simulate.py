@@ -1,7 +1,7 @@
-"""P ranks inside one process, in lock-step: the oracle of the tests, and a way to learn the algorithm without a cluster.
+"""P ranks inside one process, in lock-step: the oracle of tests, and a way to learn the algorithm without a cluster.
 
-The code of a pass is that of the real operations; a stack of the buffers takes the place of the collective. One autograd
-node spans all ranks, so that a backward on one of them reaches the others, as a real exchange does.
+The code of a pass is that of the real operations; a stack of the buffers takes the place of the collective. One
+autograd node spans all ranks, so that a backward on one of them reaches the others, as a real exchange does.
 """
 
 from __future__ import annotations
@@ -101,8 +101,17 @@ def _simulate(
         if inputs.beta.shape[2] != partition.counts[rank]:
             raise ValueError(f"rank {rank} must have F = {partition.counts[rank]}, got {inputs.beta.shape[2]}")
         plans.append(
-            make_plan(inputs, options, initial, rank, partition.size, partition, shard.get("chunk_starts"),
-                      shard.get("output_final_state", False), save_transitions)  # fmt: skip
+            make_plan(
+                inputs,
+                options,
+                initial,
+                rank,
+                partition.size,
+                partition,
+                shard.get("chunk_starts"),
+                shard.get("output_final_state", False),
+                save_transitions,
+            )  # fmt: skip
         )
         tensors += [*inputs, initial.forward_kv, initial.forward_z]
     flat = _Lockstep.apply(plans, *tensors)  # type: ignore[no-untyped-call]
@@ -143,7 +152,11 @@ class _Lockstep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         plans: list[RankPlan] = ctx.plans
-        tensors, entries, transitions = ctx.saved_tensors[: ctx.set], ctx.saved_tensors[ctx.set : -1], ctx.saved_tensors[-1]
+        tensors, entries, transitions = (
+            ctx.saved_tensors[: ctx.set],
+            ctx.saved_tensors[ctx.set : -1],
+            ctx.saved_tensors[-1],
+        )
         adjoints, buffers = [], []
         for plan in plans:
             inputs, _ = _of_rank(tensors, plan.rank)
@@ -160,8 +173,6 @@ class _Lockstep(torch.autograd.Function):
         return tuple(found)
 
 
-def _of_rank(
-    tensors: Sequence[Tensor | None], rank: int
-) -> tuple[FrameInputs, tuple[Tensor | None, Tensor | None]]:
+def _of_rank(tensors: Sequence[Tensor | None], rank: int) -> tuple[FrameInputs, tuple[Tensor | None, Tensor | None]]:
     own = tensors[rank * _SLOTS : (rank + 1) * _SLOTS]
     return FrameInputs._make(own[:_FIELDS]), (own[_FIELDS], own[_FIELDS + 1])

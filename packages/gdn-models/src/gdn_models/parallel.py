@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from gdn_cp.collectives import all_reduce_sum
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gdn_cp import CPContext, FramePartition
+from gdn_cp.collectives import all_reduce_sum
 from gdn_kernels import checks
 from gdn_models.gates import wide_dtype
 
