@@ -47,12 +47,13 @@ def draw(
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     angle = 6.0 * uniform(frames * spatial, width // 2)
+    sign = torch.where(torch.arange(heads * width) % 5 == 3, -1.0, 1.0)  # a weight may have learned to be negative
     case = {
         "qkv": normal(batch, frames * spatial, 3, heads, width),
         "beta": 0.1 + uniform(batch, heads, frames, spatial),
         "decay": 0.3 + 0.7 * uniform(batch, heads, frames),
-        "q_norm_weight": 0.5 + uniform(heads * width),
-        "k_norm_weight": 0.5 + uniform(heads * width),
+        "q_norm_weight": (0.5 + uniform(heads * width)) * sign,
+        "k_norm_weight": (0.5 + uniform(heads * width)) * sign,
         "kv": normal(batch, heads, width, width),
         "z": 0.5 + uniform(batch, heads, width),
         "cos": angle.cos(),

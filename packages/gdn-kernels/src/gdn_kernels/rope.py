@@ -54,14 +54,14 @@ def rotary_tables(
         RotaryTables: ``cos`` and ``sin``, each ``[F*h*w, D/2]`` fp32.
 
     Raises:
-        ValueError: A negative size, an odd ``head_dim`` or a ``theta`` that is not positive.
+        ValueError: A grid that is not three sizes >= 0, an odd ``head_dim`` or a ``theta`` that is not positive.
 
     Example:
         >>> rotary_tables((2, 3, 4), 8).cos.shape
         torch.Size([24, 4])
     """
     require_positive("theta", theta)
-    if min(grid) < 0:
+    if len(grid) != 3 or min(grid) < 0:
         raise ValueError(f"grid must be three sizes >= 0, got {tuple(grid)}")
     starts = (frame_offset, 0, 0)
     angles = []

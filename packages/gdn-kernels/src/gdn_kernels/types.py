@@ -116,7 +116,9 @@ class FrameInputs(NamedTuple):
         if self.qkv is not None:
             q, k, v = self.qkv.unbind(2)
             return q, k, v
-        assert self.q is not None and self.k is not None and self.v is not None
+        assert self.q is not None
+        assert self.k is not None
+        assert self.v is not None
         return self.q, self.k, self.v
 
     @property

@@ -90,10 +90,10 @@ def frame_gdn(
         TypeError: An argument is of the wrong Python type.
         NotImplementedError: Triton with D above 256, fp64 or tensors that are not on a GPU; use ``impl="torch"``.
 
-    Cost: 6 S D^2 + 4 D^3 + 2 S D^2 flops per frame, head and direction; F dependent steps of D x D. No host
-        synchronisation. Triton saves, besides its inputs and the output, states and operators of every frame
-        (``4 D^2`` numbers per frame and head) and three numbers per token and head; its backward allocates dqkv and
-        nothing else of that size. It is once-differentiable.
+    Cost: 8 S D^2 flops of products per frame and head and 2 D^3 more for each direction, twice that backward; F
+        dependent steps. No host synchronisation. Triton saves, besides its inputs and the output, states and operators
+        of every frame (``4 D^2`` numbers per frame and head) and three numbers per token and head; its backward
+        allocates dqkv and nothing else of that size. It is once-differentiable.
     Determinism: Triton repeats bit by bit; torch as the products it calls.
     Source: the frame-wise rule of SANA-WM, which takes the gated delta rule (Yang, Kautz and Hatamizadeh, Gated Delta
         Networks, 2024) from tokens to frames.
@@ -173,9 +173,18 @@ def frame_gdn_numerator(
     This is the camera branch's operator. Options, errors and cost are those of `frame_gdn`.
 
     Args:
-        q, k, v: ``[B, N, H, D]`` each, one dtype, any strides.
-        beta, decay, direction, chunk_starts, frame_valid, output_final_state, precision, impl: see `frame_gdn`.
+        q: ``[B, N, H, D]``, fp16, bf16, fp32 or fp64, any strides.
+        k: the same, in the dtype of q.
+        v: the same, in the dtype of q.
+        beta: ``[B, H, F, S]``, as in `frame_gdn`.
+        decay: ``[B, H, F]``, as in `frame_gdn`.
+        direction: as in `frame_gdn`.
+        chunk_starts: as in `frame_gdn`.
+        frame_valid: as in `frame_gdn`.
         initial_state: ``kv [B, H, D, D]``, key-first, fp32 (fp64 for fp64 q).
+        output_final_state: as in `frame_gdn`.
+        precision: as in `frame_gdn`.
+        impl: as in `frame_gdn`.
 
     Returns:
         FrameGDNNumeratorResult: ``numerator [B, N, H, D]`` fp32 (fp64), ``final_state`` ``[B, H, D, D]`` or None.
@@ -277,7 +286,8 @@ def final_frame_state(exit_states: FrameBoundary, wanted: bool) -> FrameState | 
     """Return the forward exit as the public state, or None."""
     if not wanted:
         return None
-    assert exit_states.forward_kv is not None and exit_states.forward_z is not None
+    assert exit_states.forward_kv is not None
+    assert exit_states.forward_z is not None
     return FrameState(exit_states.forward_kv, exit_states.forward_z)
 
 

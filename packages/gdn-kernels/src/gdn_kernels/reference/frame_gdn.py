@@ -103,7 +103,7 @@ def _write_operator(k: Tensor, beta: Tensor) -> Tensor:
 
 def _features(inputs: FrameInputs, options: FrameOptions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return q, rotated q, k, rotated k and v, each ``[B, H, F, S, D]`` in the state dtype."""
-    q, k, v = (x.to(inputs.state_dtype) for x in inputs.operands())
+    q, k, v = (x.to(inputs.state_dtype).contiguous() for x in inputs.operands())  # results do not depend on strides
     if options.features:
         if inputs.q_norm_weight is not None or inputs.k_norm_weight is not None:
             q = _rms_norm(q, inputs.q_norm_weight, options.norm_eps)

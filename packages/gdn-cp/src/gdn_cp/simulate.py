@@ -1,0 +1,178 @@
+"""P ranks inside one process, in lock-step: the oracle of tests, and a way to learn the algorithm without a cluster.
+
+The code of a pass is that of the real operations; a stack of the buffers takes the place of the collective. One
+autograd node spans all ranks, so that a backward on one of them reaches the others, as a real exchange does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gdn_cp import passes
+from gdn_cp.frame_gdn import make_plan
+from gdn_cp.halo import HaloPlan
+from gdn_cp.partition import FramePartition
+from gdn_cp.passes import RankPlan
+from gdn_kernels import FrameGDNNumeratorResult, FrameGDNRawResult, FrameGDNResult, FrameState
+from gdn_kernels.frame_gdn import stages
+from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
+
+_FIELDS = len(FrameInputs._fields)
+_SLOTS = _FIELDS + 2
+_DEFAULTS: dict[str, Any] = dict(
+    rope=None, q_norm_weight=None, k_norm_weight=None, k_scale=1.0, direction="forward", chunk_starts=None,
+    frame_valid=None, initial_state=None, output_final_state=False, norm_eps=1e-5, precision=None, impl="auto",
+)  # fmt: skip
+_NUMERATOR_DEFAULTS = {
+    name: _DEFAULTS[name]
+    for name in ("direction", "chunk_starts", "frame_valid", "initial_state", "output_final_state", "precision", "impl")
+}
+
+
+def frame_gdn(
+    shards: Sequence[dict[str, Any]], partition: FramePartition, *, eps: float = 1e-6, save_transitions: bool = True
+) -> list[FrameGDNResult]:
+    """Run `cp_frame_gdn` on every rank of a partition.
+
+    Args:
+        shards: for each rank the arguments of `cp_frame_gdn` by name, without context and partition.
+        partition: frames of each rank.
+        eps: as in `cp_frame_gdn`.
+        save_transitions: as in `CPContext`.
+
+    Returns:
+        list[FrameGDNResult]: one per rank.
+
+    Example:
+        >>> qkv, beta, decay = torch.rand(1, 6, 3, 2, 4), torch.rand(1, 2, 3, 2), torch.rand(1, 2, 3)
+        >>> shards = [dict(qkv=qkv[:, :4], beta=beta[:, :, :2], decay=decay[:, :, :2]),
+        ...           dict(qkv=qkv[:, 4:], beta=beta[:, :, 2:], decay=decay[:, :, 2:])]
+        >>> [result.output.shape[1] for result in frame_gdn(shards, FramePartition((2, 1)))]
+        [4, 2]
+    """
+    results = _simulate(shards, partition, save_transitions, eps=eps, divide=True)
+    return [FrameGDNResult(output, _state(kv, z)) for output, _, kv, z in results]
+
+
+def frame_gdn_raw(
+    shards: Sequence[dict[str, Any]], partition: FramePartition, *, save_transitions: bool = True
+) -> list[FrameGDNRawResult]:
+    """Run `cp_frame_gdn_raw` on every rank of a partition; arguments as in `frame_gdn`."""
+    results = _simulate(shards, partition, save_transitions, eps=0.0, divide=False)
+    return [FrameGDNRawResult(numerator, denominator, _state(kv, z)) for numerator, denominator, kv, z in results]
+
+
+def frame_gdn_numerator(
+    shards: Sequence[dict[str, Any]], partition: FramePartition, *, save_transitions: bool = True
+) -> list[FrameGDNNumeratorResult]:
+    """Run `cp_frame_gdn_numerator` on every rank of a partition; arguments as in `frame_gdn`."""
+    results = _simulate(shards, partition, save_transitions)
+    return [FrameGDNNumeratorResult(numerator, kv) for numerator, _, kv, _ in results]
+
+
+def halo(
+    xs: Sequence[Tensor], left: int, right: int, dim: int, partition: FramePartition, *, fill: float = 0.0
+) -> list[Tensor]:
+    """Run `halo_exchange` on every rank of a partition; ``xs`` are the ranks' tensors."""
+    plans = [HaloPlan(partition, rank, left, right) for rank in range(partition.size)]
+    moved = [x.movedim(dim, 0) for x in xs]
+    sent = [plan.outgoing(x) for plan, x in zip(plans, moved, strict=True)]
+    return [
+        plan.extend(x, [sent[owner][rank] for owner in range(partition.size)], fill).movedim(0, dim)
+        for rank, (plan, x) in enumerate(zip(plans, moved, strict=True))
+    ]
+
+
+def _simulate(
+    shards: Sequence[dict[str, Any]], partition: FramePartition, save_transitions: bool, **kind: Any
+) -> list[tuple[Any, Any, Any, Any]]:
+    if len(shards) != partition.size:
+        raise ValueError(f"shards must hold one entry per rank, {partition.size}, got {len(shards)}")
+    plans: list[RankPlan] = []
+    tensors: list[Tensor | None] = []
+    for rank, shard in enumerate(shards):
+        inputs, options, initial = _arguments(shard, kind)
+        if inputs.beta.shape[2] != partition.counts[rank]:
+            raise ValueError(f"rank {rank} must have F = {partition.counts[rank]}, got {inputs.beta.shape[2]}")
+        plans.append(
+            make_plan(
+                inputs,
+                options,
+                initial,
+                rank,
+                partition.size,
+                partition,
+                shard.get("chunk_starts"),
+                shard.get("output_final_state", False),
+                save_transitions,
+            )  # fmt: skip
+        )
+        tensors += [*inputs, initial.forward_kv, initial.forward_z]
+    flat = _Lockstep.apply(plans, *tensors)  # type: ignore[no-untyped-call]
+    return [tuple(flat[4 * rank : 4 * rank + 4]) for rank in range(partition.size)]
+
+
+def _arguments(shard: dict[str, Any], kind: dict[str, Any]) -> tuple[FrameInputs, FrameOptions, FrameBoundary]:
+    """Check one rank's arguments with the local operation's checks; chunk starts are the partition's business."""
+    defaults, check = (_DEFAULTS, frame_gdn_arguments) if kind else (_NUMERATOR_DEFAULTS, numerator_arguments)
+    return check(**{**defaults, **kind, **shard, "chunk_starts": None})
+
+
+def _state(kv: Tensor | None, z: Tensor | None) -> FrameState | None:
+    return FrameState(kv, z) if kv is not None and z is not None else None
+
+
+class _Lockstep(torch.autograd.Function):
+    """All ranks of a pass, one after another; a stack of their buffers is the exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, plans: list[RankPlan], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ranks = [_of_rank(tensors, plan.rank) for plan in plans]
+        own = [passes.publish(plan, inputs, initial) for plan, (inputs, initial) in zip(plans, ranks, strict=True)]
+        gathered = torch.stack(own)
+        outputs: list[Tensor | None] = []
+        entries: list[Tensor | None] = []
+        for plan, (inputs, initial) in zip(plans, ranks, strict=True):
+            entry, final = passes.entries(plan, gathered, initial)
+            result, denominator, _ = stages.apply(inputs, plan.options, entry)
+            outputs += [result, denominator, *final]
+            entries += entry
+        ctx.plans, ctx.set = plans, len(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *entries, gathered[:, : plans[0].transition_layout().offsets[-1]].clone())
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        plans: list[RankPlan] = ctx.plans
+        tensors, entries, transitions = (
+            ctx.saved_tensors[: ctx.set],
+            ctx.saved_tensors[ctx.set : -1],
+            ctx.saved_tensors[-1],
+        )
+        adjoints, buffers = [], []
+        for plan in plans:
+            inputs, _ = _of_rank(tensors, plan.rank)
+            entry = FrameBoundary(*entries[4 * plan.rank : 4 * plan.rank + 4])
+            dresult, ddenominator, dkv, dz = gradients[4 * plan.rank : 4 * plan.rank + 4]
+            adjoints.append(stages.Adjoint(inputs, plan.options, entry, dresult, ddenominator))
+            buffers.append(passes.publish_backward(plan, adjoints[-1].gamma, (dkv, dz), transitions[plan.rank]))
+        gathered = torch.stack(buffers)
+        found: list[Tensor | None] = [None]
+        for plan, adjoint in zip(plans, adjoints, strict=True):
+            exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
+            first = 1 + plan.rank * _SLOTS
+            found += [*adjoint.finish(exits, ctx.needs_input_grad[first : first + _FIELDS]), *dinitial]
+        return tuple(found)
+
+
+def _of_rank(tensors: Sequence[Tensor | None], rank: int) -> tuple[FrameInputs, tuple[Tensor | None, Tensor | None]]:
+    own = tensors[rank * _SLOTS : (rank + 1) * _SLOTS]
+    return FrameInputs._make(own[:_FIELDS]), (own[_FIELDS], own[_FIELDS + 1])

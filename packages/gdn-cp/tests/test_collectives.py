@@ -1,0 +1,49 @@
+"""Exchanges, what counts them, and what a failed one says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from gdn_cp import CPContext, collectives, count_exchanges
+
+pytestmark = pytest.mark.ranks
+
+
+def test_gather_all_to_all_and_sum():
+    def worker(rank: int) -> None:
+        context = CPContext(dist.group.WORLD)
+        with count_exchanges() as seen:
+            gathered = collectives.all_gather(torch.full((4,), float(rank)), context, "gather")
+            assert torch.equal(gathered, torch.arange(3.0)[:, None].expand(3, 4))
+            send = [torch.full((rank + peer,), float(rank)) for peer in range(3)]
+            received = collectives.all_to_all(send, [rank + peer for peer in range(3)], context, "swap")
+            assert [x.tolist() for x in received] == [[float(peer)] * (rank + peer) for peer in range(3)]
+            value = torch.tensor([1.0, rank], requires_grad=True)
+            total = collectives.all_reduce_sum(value, context)
+            assert total.tolist() == [3.0, 3.0]
+            assert value.tolist() == [1.0, float(rank)]
+        assert seen.labels == ["gather", "swap", "all_reduce_sum"]
+        assert seen.sent == [16, 4 * sum(rank + peer for peer in range(3)), 8]
+
+    run_ranks(3, worker)
+
+
+def test_a_failed_exchange_names_operation_tag_and_rank():
+    def worker(rank: int) -> str:
+        if rank == 1:
+            return ""
+        with pytest.raises(RuntimeError, match="did not complete") as caught:
+            collectives.all_gather(torch.ones(1), CPContext(dist.group.WORLD, tag="blocks.3"), "cp_frame_gdn forward")
+        assert caught.value.__cause__ is not None
+        return str(caught.value)
+
+    said = run_ranks(2, worker, timeout=1.0)[0]
+    assert said == "gdn_cp: exchange of cp_frame_gdn forward (tag blocks.3) did not complete on rank 0 of 2"
+
+
+def test_one_process_sums_to_itself():
+    x = torch.ones(2)
+    total = collectives.all_reduce_sum(x, CPContext.single())
+    assert torch.equal(total, x)
+    assert total.data_ptr() != x.data_ptr()

@@ -1,0 +1,65 @@
+"""What a context accepts, and what it is."""
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from gdn_cp import CPContext
+
+
+def test_single_needs_no_distributed():
+    context = CPContext.single()
+    assert (context.rank, context.size, context.is_trivial, context.global_rank(0)) == (0, 1, True, 0)
+    assert context.replace(tag="blocks.3").tag == "blocks.3"
+
+
+def test_exactly_one_of_group_and_mesh():
+    with pytest.raises(ValueError, match="exactly one of group and mesh"):
+        CPContext()
+    with pytest.raises(TypeError, match=r"group must be a torch.distributed.ProcessGroup, got str"):
+        CPContext("world")
+    with pytest.raises(ValueError, match="neither group nor mesh"):
+        CPContext("world", alone=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"), [("schedule", "'auto', 'all_gather'"), ("validate", "'first', 'always'")]
+)
+def test_unknown_options_list_the_known_ones(option, allowed):
+    with pytest.raises(ValueError, match=f"{option} must be one of {allowed}"):
+        CPContext.single().replace(**{option: "sometimes"})
+
+
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_schedules_to_come_say_so(schedule):
+    with pytest.raises(NotImplementedError, match=f"schedule='{schedule}' is not in this release; use 'all_gather'"):
+        CPContext.single().replace(schedule=schedule)
+
+
+@pytest.mark.ranks
+def test_groups_and_meshes():
+    """FC-D02: ranks are those of the group; an axis that is not ascending is refused; non-members are told."""
+
+    def worker(rank: int) -> list[str]:
+        said = []
+        pair = dist.new_group([3, 1])
+        if rank in (1, 3):
+            context = CPContext(pair)
+            assert [context.global_rank(i) for i in range(2)] == [1, 3]
+            assert context.rank == (0 if rank == 1 else 1)
+        else:
+            with pytest.raises(RuntimeError, match="group that contains this rank") as caught:
+                CPContext(pair)
+            said.append(str(caught.value))
+        mesh = dist.device_mesh.DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("data", "frames"))
+        with pytest.raises(RuntimeError, match="mesh axis 'frames' must list its ranks in ascending order"):
+            CPContext(mesh=mesh, mesh_axis="frames")
+        with pytest.raises(RuntimeError, match="mesh of 2 axes needs mesh_axis, one of 'data', 'frames'"):
+            CPContext(mesh=mesh)
+        with pytest.raises(RuntimeError, match="mesh_axis must be one of 'data', 'frames', got 'time'"):
+            CPContext(mesh=mesh, mesh_axis="time")
+        with pytest.raises(ValueError, match="exactly one of group and mesh"):
+            CPContext(pair, mesh=mesh)
+        return said
+
+    assert [bool(said) for said in run_ranks(4, worker)] == [True, False, True, False]

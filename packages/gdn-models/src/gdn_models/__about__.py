@@ -1,0 +1,3 @@
+"""The version of gdn-models, one line."""
+
+__version__ = "0.1.0"

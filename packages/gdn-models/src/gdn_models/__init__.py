@@ -1,0 +1,22 @@
+"""Blocks of frame-wise Gated Delta Networks for video models, on one device or on the ranks of a context.
+
+Importing this package needs neither CUDA nor Triton and does not initialise CUDA.
+"""
+
+from gdn_models.__about__ import __version__
+from gdn_models.chunks import chunk_schedule
+from gdn_models.config import FrameGDNConfig
+from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN, FrameGDN
+from gdn_models.parallel import all_reduce_gradients, apply_context_parallel, reduce_loss
+
+__all__ = [
+    "BidirectionalGDN",
+    "ChunkCausalGDN",
+    "FrameGDN",
+    "FrameGDNConfig",
+    "__version__",
+    "all_reduce_gradients",
+    "apply_context_parallel",
+    "chunk_schedule",
+    "reduce_loss",
+]

@@ -1,0 +1,107 @@
+"""Configuration of the modules: frozen dataclasses that validate themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from gdn_kernels import Impl, Precision, checks
+
+KEY_SCALES = ("dim_spatial", "dim", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameGDNConfig:
+    """What `FrameGDN`, `BidirectionalGDN` and `ChunkCausalGDN` are made from.
+
+    The three classes share one configuration and one set of state-dict keys, so weights move between them.
+
+    Attributes:
+        dim: C, width of the block, a multiple of ``heads``.
+        heads: H; D = dim / heads, even unless ``rope_theta`` is None.
+        qkv_bias: the projection to q, k and v has a bias.
+        output_gate: the output is multiplied by SiLU of a projection of the block's input.
+        conv_size: taps of the short convolution over frames; 0 leaves it out.
+        conv_qv: q and v are convolved too, not k alone; needs ``conv_size > 0``.
+        qk_norm: q and k are divided by their root mean square over all C channels and weighted.
+        norm_eps: added to that mean square, >= 0.
+        eps: added to the denominator of the read-out, > 0.
+        key_scale: factor of k: ``"dim_spatial"`` (D*S) ** -0.5, ``"dim"`` D ** -0.5, ``"none"`` 1. The last two make
+            the recurrence expand at usual sizes unless the norm weight of k is learnt small.
+        rope_theta: base of the rotary frequencies, > 0; None rotates nothing.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``.
+        precision: least precision of products: ``"bf16"``, ``"tf32"``, ``"ieee"`` (or 0, 1, 2), None by the dtype.
+
+    Options are stored under their full names: ``impl=Impl.AUTO`` is kept as ``"auto"``, ``precision=2`` as ``"ieee"``.
+
+    Raises:
+        ValueError: A value is not allowed; the message lists what is.
+        TypeError: A value is of the wrong Python type, or a field does not exist.
+
+    Example:
+        >>> FrameGDNConfig(dim=64, heads=2).head_dim
+        32
+    """
+
+    dim: int
+    heads: int
+    qkv_bias: bool = False
+    output_gate: bool = True
+    conv_size: int = 4
+    conv_qv: bool = False
+    qk_norm: bool = True
+    norm_eps: float = 1e-5
+    eps: float = 1e-8
+    key_scale: str = "dim_spatial"
+    rope_theta: float | None = 1e4
+    impl: Impl | str = "auto"
+    precision: Precision | str | int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field, and store options under their full names."""
+        for name, least in (("dim", 1), ("heads", 1), ("conv_size", 0)):
+            require_count(name, getattr(self, name), least)
+        for name in ("qkv_bias", "output_gate", "conv_qv", "qk_norm"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        if self.dim % self.heads:
+            raise ValueError(f"dim must be a multiple of heads = {self.heads}, got {self.dim}")
+        if self.rope_theta is not None:
+            checks.require_positive("rope_theta", self.rope_theta)
+            if self.head_dim % 2:
+                raise ValueError(f"D = dim / heads must be even with rope_theta, got {self.head_dim}")
+        if self.conv_qv and not self.conv_size:
+            raise ValueError("conv_qv must be False with conv_size = 0, got True")
+        checks.require_non_negative("norm_eps", self.norm_eps)
+        checks.require_positive("eps", self.eps)
+        require_option("key_scale", self.key_scale, KEY_SCALES)
+        self._store("impl", checks.as_impl(self.impl).value)
+        if self.precision is not None:
+            self._store("precision", checks.as_precision(self.precision, torch.float32).value)
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of one head."""
+        return self.dim // self.heads
+
+    def _store(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def require_count(name: str, value: object, least: int) -> None:
+    """Raise TypeError unless ``value`` is an int, ValueError unless it is at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def require_option(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise TypeError unless ``value`` is a str, ValueError that lists ``allowed`` unless it is one of them."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {type(value).__name__}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(repr(x) for x in allowed)}, got {value!r}")

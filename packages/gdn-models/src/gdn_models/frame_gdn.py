@@ -1,0 +1,377 @@
+"""Blocks of frame-wise gated delta networks: causal, bidirectional and chunk-causal.
+
+Letters, as suffixes of locals where they help: B batch, F frames of this rank, S = h*w tokens of a frame, N = F*S
+frame-major, C = H*D channels, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gdn_cp import FramePartition, cp_frame_gdn, halo_exchange
+from gdn_kernels import Direction, RotaryTables, checks, frame_gdn, rotary_tables
+from gdn_models.chunks import same_chunk
+from gdn_models.config import FrameGDNConfig
+from gdn_models.gates import Grid, frame_decay, gate_output, key_scale, write_strength
+from gdn_models.parallel import ContextParallelModule, Shard
+from gdn_models.temporal_conv import ConvWindow, TemporalConv
+
+GATE_BIAS = 5.0  # sigmoid(5) = 0.99331: write almost everything, forget almost nothing
+OPEN_GATE = 1.278464542761074  # its SiLU is 1
+
+
+class Call(NamedTuple):
+    """The checked arguments of one forward pass, apart from x.
+
+    ``frame_valid [B, F]`` bool or None; ``chunk_starts`` interior, global; ``shard`` the local part of the clip.
+    """
+
+    grid: Grid
+    frame_valid: Tensor | None
+    chunk_starts: tuple[int, ...]
+    shard: Shard
+
+
+class FrameGDNBlock(ContextParallelModule):
+    """What the classes of this file share; use one of them.
+
+    Subclasses say which frames are read: ``direction``, and whether chunk starts cut it (``has_chunks``).
+    """
+
+    direction: ClassVar[Direction]
+    has_chunks: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: FrameGDNConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        """Make the parameters and reset them.
+
+        Args:
+            config: the configuration, or None.
+            device: of the parameters.
+            dtype: of the parameters except ``A_log`` and ``dt_bias``, which are never narrower than fp32.
+            **options: fields of `FrameGDNConfig`, in place of ``config``.
+
+        Raises:
+            TypeError: Both or neither of ``config`` and ``options``, or an unknown field.
+            ValueError: A value that `FrameGDNConfig` refuses.
+        """
+        super().__init__()
+        if config is not None and (options or not isinstance(config, FrameGDNConfig)):
+            given = f"both, with {', '.join(options)}" if options else type(config).__name__
+            raise TypeError(f"{type(self).__name__} takes a FrameGDNConfig or the fields of one, got {given}")
+        self.config = config = FrameGDNConfig(**options) if config is None else config
+        dim, heads = config.dim, config.heads
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias, **factory)
+        self.proj = nn.Linear(dim, dim, **factory)
+        self.q_norm = nn.RMSNorm(dim, config.norm_eps, **factory) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(dim, config.norm_eps, **factory) if config.qk_norm else None
+        self.beta_proj = nn.Linear(dim, heads, **factory)
+        self.gate_proj = nn.Linear(dim, heads, **factory)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.A_log = nn.Parameter(torch.empty(heads, device=device, dtype=wide))
+        self.dt_bias = nn.Parameter(torch.empty(heads, device=device, dtype=wide))
+        self.output_gate = nn.Linear(dim, dim, **factory) if config.output_gate else None
+        q, k, v = config.conv_qv, True, config.conv_qv
+        self.conv_q, self.conv_k, self.conv_v = (
+            TemporalConv(dim, config.conv_size, **factory) if used and config.conv_size else None for used in (q, k, v)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial values that the class lists.
+
+        They do not depend on what was there before, so a model-wide initialisation may be followed by it.
+        """
+        for layer in (self.qkv, self.proj):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.ones_(norm.weight)
+        for gate, bias in ((self.beta_proj, GATE_BIAS), (self.gate_proj, 0.0), (self.output_gate, OPEN_GATE)):
+            if gate is not None:
+                nn.init.zeros_(gate.weight)
+                nn.init.constant_(gate.bias, bias)
+        nn.init.zeros_(self.A_log)
+        nn.init.constant_(self.dt_bias, -GATE_BIAS)
+        for conv in self._convolutions():
+            if conv is not None:
+                conv.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        *,
+        chunk_starts: Sequence[int] | None = None,
+        frame_valid: Tensor | None = None,
+        partition: FramePartition | None = None,
+    ) -> Tensor:
+        """Mix the tokens of a clip, or of this rank's frames of it.
+
+        Args:
+            x: ``[B, N, C]`` in the dtype of the parameters (any floating dtype under autocast), any strides; N = F*h*w,
+                frame-major.
+            grid: (F, h, w): frames of this rank, rows and columns of a frame's tokens.
+            chunk_starts: increasing frames at which chunks start, counted over the whole clip; 0 is optional. For
+                `ChunkCausalGDN` only; None is one chunk.
+            frame_valid: ``[B, F]``, ``[B, 1, F]`` or ``[B, 1, F, 1, 1]``, bool or 0/1 floats, local frames. An invalid
+                frame is transparent: valid frames get what they would get if it held zeros, and its output is 0.
+            partition: frames of each rank, the same on every rank; None is what `apply_context_parallel` was given.
+
+        Returns:
+            Tensor: ``[B, N, C]`` in the dtype of x; under autocast in that of the last projection.
+
+        Raises:
+            ValueError: A shape, dtype, device or value is wrong, or chunk starts were given to a class without chunks.
+            TypeError: An argument is of the wrong Python type.
+            RuntimeError: Context and partition do not go together, or ranks disagree.
+
+        Communication: with a context of several ranks one halo exchange (if ``conv_size > 1``) and one exchange of
+            summaries, and the same again in backward. Every rank must call this: yes, also one without frames.
+        """
+        call = self._call(x, grid, chunk_starts, frame_valid, partition)
+        x = _mask_tokens(x, call)
+        beta = write_strength(x, self.beta_proj.weight, self.beta_proj.bias, call.grid)
+        decay = frame_decay(x, self.gate_proj.weight, self.gate_proj.bias, self.A_log, self.dt_bias, call.grid)
+        qkv = self.qkv(x)
+        if self.qkv.bias is not None:
+            qkv = _mask_tokens(qkv, call)
+        mixed = self._mix(self._convolve(qkv, call), beta, decay, call)
+        return self._project(x, mixed.flatten(2), call)
+
+    def extra_repr(self) -> str:
+        """Return the options that differ from their defaults, and the rank if a context is attached."""
+        config = self.config
+        shown = [f"dim={config.dim}", f"heads={config.heads}"]
+        for field in type(config).__dataclass_fields__.values():
+            value = getattr(config, field.name)
+            if field.name not in ("dim", "heads") and value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        if self.context is not None:
+            shown.append(f"context_parallel=rank {self.context.rank} of {self.context.size}")
+        return ", ".join(shown)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters that an optimiser should not decay."""
+        return {"A_log", "dt_bias"}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrameGDNBlock:
+        """Convert parameters, but keep ``A_log`` and ``dt_bias`` from becoming narrower than fp32."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)  # type: ignore[no-untyped-call]
+
+        def keep_wide(value: Tensor) -> Tensor:
+            converted = fn(value)
+            return converted if converted.dtype.itemsize >= 4 else value.to(converted.device, torch.float32)
+
+        super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
+        return self
+
+    def _call(
+        self,
+        x: Tensor,
+        grid: Grid,
+        chunk_starts: Sequence[int] | None,
+        frame_valid: Tensor | None,
+        partition: FramePartition | None,
+    ) -> Call:
+        """Check every argument. Reads no device data and communicates nothing."""
+        grid = _check_grid(grid)
+        checks.require_rank("x", x, "B, N, C")
+        tokens = grid[0] * grid[1] * grid[2]
+        checks.require_shape("x", x, "B, N = F*h*w, C = dim", (x.shape[0], tokens, self.config.dim))
+        checks.require_device("x", x, self.proj.weight.device, "the parameters")
+        if not torch.is_autocast_enabled(x.device.type):
+            checks.require_dtype("x", x, (self.proj.weight.dtype,))
+        checks.require_dtype("x", x, checks.FLOATING)
+        shard = self.shard(grid[0], partition)
+        if chunk_starts is not None and not self.has_chunks:
+            raise ValueError(f"chunk_starts must be None for {type(self).__name__}, which has no chunks")
+        interior = checks.as_chunk_starts(chunk_starts, shard.total)
+        valid = _check_frame_valid(frame_valid, x, grid[0])
+        return Call(grid, valid, interior, shard)
+
+    def _convolve(self, qkv: Tensor, call: Call) -> Tensor:
+        """Convolve what the configuration says, ``[B, N, 3C]`` to ``[B, N, 3, H, D]``; one exchange for all of it."""
+        batch, tokens, _ = qkv.shape
+        heads, width = self.config.heads, self.config.head_dim
+        frames, rows, columns = call.grid
+        layers = {i: layer for i, layer in enumerate(self._convolutions()) if layer is not None}
+        if layers:
+            parts = list(qkv.reshape(batch, frames, rows * columns, 3, self.config.dim).unbind(3))
+            extended, window = self._with_halo([parts[i] for i in layers], call)
+            for (i, layer), part in zip(layers.items(), extended, strict=True):
+                parts[i] = layer(part, window)
+            qkv = torch.stack(parts, 3)
+        return qkv.reshape(batch, tokens, 3, heads, width)
+
+    def _with_halo(self, parts: Sequence[Tensor], call: Call) -> tuple[Sequence[Tensor], ConvWindow]:
+        """Extend tensors ``[B, F, S, C]`` by the frames of other ranks that their convolutions read."""
+        reach, ahead, shard = self.config.conv_size - 1, self.direction.reads_future, call.shard
+        before, after = (reach, reach if ahead else 0) if shard.context is not None else (0, 0)
+        if shard.context is not None and shard.partition is not None and reach:
+            joined = halo_exchange(torch.cat(list(parts), -1), before, after, 1, shard.context, shard.partition)
+            parts = joined.chunk(len(parts), -1)
+        if not shard.frames:
+            before = after = 0  # a rank without frames serves halos and has none
+        seen = None
+        if ahead and call.chunk_starts:
+            seen = same_chunk(call.chunk_starts, shard.first, shard.frames, reach, parts[0].device)
+        return parts, ConvWindow(before, after, ahead, seen)
+
+    def _mix(self, qkv: Tensor, beta: Tensor, decay: Tensor, call: Call) -> Tensor:
+        """Run the recurrence, here or over the ranks; ``[B, N, H, D]``."""
+        config, shard = self.config, call.shard
+        options: dict[str, Any] = {
+            "rope": self._rotation(call, qkv.device),
+            "q_norm_weight": None if self.q_norm is None else self.q_norm.weight,
+            "k_norm_weight": None if self.k_norm is None else self.k_norm.weight,
+            "k_scale": key_scale(config.key_scale, config.head_dim, call.grid),
+            "direction": self.direction,
+            "chunk_starts": call.chunk_starts or None,
+            "frame_valid": call.frame_valid,
+            "norm_eps": config.norm_eps,
+            "eps": config.eps,
+            "precision": config.precision,
+            "impl": config.impl,
+        }
+        if shard.context is None:
+            return frame_gdn(qkv, beta, decay, **options).output
+        return cp_frame_gdn(qkv, beta, decay, context=shard.context, partition=shard.partition, **options).output
+
+    def _rotation(self, call: Call, device: torch.device) -> RotaryTables | None:
+        """Make the rotary tables at the global positions of the local frames."""
+        if self.config.rope_theta is None:
+            return None
+        return rotary_tables(
+            call.grid, self.config.head_dim, theta=self.config.rope_theta, frame_offset=call.shard.first, device=device
+        )
+
+    def _project(self, x: Tensor, mixed: Tensor, call: Call) -> Tensor:
+        """Gate the mixed tokens ``[B, N, C]`` and project them."""
+        dtype = mixed.dtype if torch.is_autocast_enabled(x.device.type) else self.proj.weight.dtype
+        if self.output_gate is not None:
+            mixed = gate_output(mixed, self.output_gate(x), dtype)
+        projected: Tensor = self.proj(mixed.to(dtype))
+        return _mask_tokens(projected, call)
+
+    def _convolutions(self) -> tuple[TemporalConv | None, TemporalConv | None, TemporalConv | None]:
+        return self.conv_q, self.conv_k, self.conv_v
+
+
+class FrameGDN(FrameGDNBlock):
+    """Causal block: a frame reads itself and the frames before it.
+
+        beta = sigmoid(beta_proj(x))            decay = exp(-exp(A_log) softplus(gate_proj(mean_s x) + dt_bias))
+        q, k, v = qkv(x)                        k = conv_k(k)  over frames  (q and v too with conv_qv)
+        mixed = frame_gdn(q, k, v, beta, decay) with RMSNorm, ReLU, key scale and rotation inside
+        y = proj(mixed * SiLU(output_gate(x)))
+
+    Parameters, their shapes and what `reset_parameters` sets them to:
+
+    ====================================  ==================  ========================================================
+    ``qkv.weight`` (``.bias``)            [3C, C] ([3C])      Xavier uniform (0; only with ``qkv_bias``)
+    ``proj.weight``, ``.bias``            [C, C], [C]         Xavier uniform, 0
+    ``q_norm.weight``, ``k_norm.weight``  [C]                 1; absent without ``qk_norm``
+    ``beta_proj.weight``, ``.bias``       [H, C], [H]         0, 5: beta = 0.9933
+    ``gate_proj.weight``, ``.bias``       [H, C], [H]         0, 0
+    ``A_log``, ``dt_bias``                [H], at least fp32  0, -5: decay = 0.9933; no weight decay
+    ``output_gate.weight``, ``.bias``     [C, C], [C]         0, 1.2785: the gate is 1; absent without ``output_gate``
+    ``conv_k.weight``                     [C, 1, K]           the identity; absent with ``conv_size=0``
+    ``conv_q.weight``, ``conv_v.weight``  [C, 1, K]           the identity; only with ``conv_qv``
+    ====================================  ==================  ========================================================
+
+    The three classes have the same keys, which are those of the published SANA-WM blocks (NVlabs/Sana).
+
+    Example:
+        >>> FrameGDN(dim=16, heads=2)(torch.rand(1, 12, 16), (3, 2, 2)).shape
+        torch.Size([1, 12, 16])
+    """
+
+    direction = Direction.FORWARD
+
+
+class BidirectionalGDN(FrameGDNBlock):
+    """Bidirectional block: a frame reads all frames, its own once.
+
+    Equation and parameters are those of `FrameGDN`, with the recurrence run both ways over one division and a symmetric
+    convolution.
+
+    Example:
+        >>> BidirectionalGDN(dim=16, heads=2)(torch.rand(1, 12, 16), (3, 2, 2)).shape
+        torch.Size([1, 12, 16])
+    """
+
+    direction = Direction.BIDIRECTIONAL
+
+
+class ChunkCausalGDN(FrameGDNBlock):
+    """Chunk-causal block: a frame reads every frame before the end of its chunk.
+
+    Equation and parameters are those of `FrameGDN`; the forward scan crosses chunks, the reverse scan and the taps of
+    the convolution that look ahead stay inside one. Without chunk starts it computes what `BidirectionalGDN` computes,
+    with chunks of one frame what `FrameGDN` does.
+
+    Example:
+        >>> from gdn_models import chunk_schedule
+        >>> block = ChunkCausalGDN(dim=16, heads=2)
+        >>> block(torch.rand(1, 28, 16), (7, 2, 2), chunk_starts=chunk_schedule(7, 3)).shape
+        torch.Size([1, 28, 16])
+    """
+
+    direction = Direction.BIDIRECTIONAL
+    has_chunks = True
+
+
+def _check_grid(grid: object) -> Grid:
+    if (
+        not isinstance(grid, tuple | list)
+        or len(grid) != 3
+        or any(isinstance(size, bool) or not isinstance(size, int) for size in grid)
+    ):
+        raise TypeError(f"grid must be three ints (F, h, w), got {grid!r}")
+    if min(grid) < 0:
+        raise ValueError(f"grid must be three sizes >= 0, got {tuple(grid)}")
+    return grid[0], grid[1], grid[2]
+
+
+def _check_frame_valid(frame_valid: Tensor | None, x: Tensor, frames: int) -> Tensor | None:
+    """Return the mask as ``[B, F]`` bool."""
+    if frame_valid is None:
+        return None
+    checks.require_tensor("frame_valid", frame_valid)
+    batch = x.shape[0]
+    if tuple(frame_valid.shape) not in ((batch, frames), (batch, 1, frames), (batch, 1, frames, 1, 1)):
+        raise ValueError(
+            f"frame_valid must have shape [B, F] = [{batch}, {frames}], [B, 1, F] or [B, 1, F, 1, 1], "
+            f"got {list(frame_valid.shape)}"
+        )
+    checks.require_dtype("frame_valid", frame_valid, (torch.bool, *checks.FLOATING))
+    checks.require_device("frame_valid", frame_valid, x.device, "x")
+    if frame_valid.requires_grad:
+        raise ValueError("frame_valid must not require a gradient")
+    return frame_valid.reshape(batch, frames) != 0
+
+
+def _mask_tokens(x: Tensor, call: Call) -> Tensor:
+    """Put zeros into the tokens of invalid frames; ``x [B, N, C]``."""
+    if call.frame_valid is None:
+        return x
+    batch, tokens, channels = x.shape
+    invalid = ~call.frame_valid[:, :, None, None]
+    x = x.reshape(batch, call.grid[0], call.grid[1] * call.grid[2], channels)
+    return x.masked_fill(invalid, 0).reshape(batch, tokens, channels)

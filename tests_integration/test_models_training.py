@@ -1,0 +1,313 @@
+"""Training on several gloo ranks: losses, sums of gradients, wrappers, frozen ranks, checkpoints, several groups."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_cases import (
+    CLASSES,
+    Case,
+    Outcome,
+    assert_outcomes_agree,
+    clip_of,
+    error,
+    make,
+    on_one_process,
+    on_this_rank,
+)
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gdn_cp import CPContext, FramePartition, join_backward
+from gdn_models import (
+    BidirectionalGDN,
+    ChunkCausalGDN,
+    FrameGDN,
+    all_reduce_gradients,
+    apply_context_parallel,
+    reduce_loss,
+)
+
+pytestmark = pytest.mark.ranks
+
+C, GRID_2D, TOKENS = 12, (2, 1), 2
+
+
+class Denoiser(nn.Module):
+    """Two blocks between projections, as a small video model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(C, C)
+        self.blocks = nn.ModuleList(BidirectionalGDN(dim=C, heads=3) for _ in range(2))
+        self.leave = nn.Linear(C, C)
+
+    def forward(self, x: Tensor, grid: tuple[int, int, int], partition: FramePartition | None = None) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x, grid, partition=partition)
+        return self.leave(x)
+
+
+def denoiser() -> Denoiser:
+    """Return the model with random weights, the same on every process."""
+    torch.manual_seed(11)
+    model = Denoiser()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model.double()
+
+
+def sample(seed: int, frames: int = 7) -> Tensor:
+    """Return a clip ``[1, F, S*C]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, frames, TOKENS * C, generator=generator, dtype=torch.float64)
+
+
+def mean_loss(model: nn.Module, x: Tensor, partition: FramePartition | None = None) -> Tensor:
+    """Return the mean square of the output over the tokens of ``x [1, F, S*C]``; NaN without tokens."""
+    grid = (x.shape[1], *GRID_2D)
+    return model(x.reshape(1, x.shape[1] * TOKENS, C), grid, partition).square().mean()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_gradients_agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert error(found[name], gradient) <= tolerance, name
+
+
+@pytest.fixture(scope="module")
+def one_process() -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of one clip on one process."""
+    model = denoiser()
+    loss = mean_loss(model, sample(1))
+    loss.backward()
+    return loss.item(), gradients_of(model)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("counts", [(4, 3), (3, 1, 3), (4, 0, 3), (0, 7)])
+def test_reduce_loss_gives_wrappers_that_average_the_right_gradient(
+    counts: tuple[int, ...], as_tensor: bool, one_process: tuple[float, dict[str, Tensor]]
+) -> None:
+    """FC-D11: value and averaged gradient are those of the mean over all tokens; a rank without tokens has NaN."""
+    loss, expected = one_process
+
+    def worker(rank: int) -> tuple[float, dict[str, Tensor]]:
+        context, partition = CPContext(dist.group.WORLD), FramePartition(counts)
+        model = apply_context_parallel(denoiser(), context)
+        n = counts[rank] * TOKENS
+        local = mean_loss(model, partition.split(sample(1), rank, 1), partition)
+        reduced = reduce_loss(local, context, torch.tensor(n) if as_tensor else n)
+        reduced.backward()
+        return reduced.item(), gradients_of(model)
+
+    results = run_ranks(len(counts), worker)
+    assert len({value for value, _ in results}) == 1
+    assert results[0][0] == pytest.approx(loss, rel=1e-10)
+    average = {name: torch.stack([g[name] for _, g in results]).mean(0) for name in expected}
+    assert_gradients_agree(average, expected)
+
+
+@pytest.mark.parametrize("counts", [(3, 1, 3), (4, 0, 3)])
+def test_all_reduce_gradients_gives_every_rank_the_gradient(
+    counts: tuple[int, ...], one_process: tuple[float, dict[str, Tensor]]
+) -> None:
+    """The plain way: each rank's part of a sum over all tokens, then one sum of all gradients."""
+    loss, expected = one_process
+
+    def worker(rank: int) -> tuple[float, dict[str, Tensor]]:
+        context, partition = CPContext(dist.group.WORLD), FramePartition(counts)
+        model = apply_context_parallel(denoiser(), context)
+        x = partition.split(sample(1), rank, 1)
+        y = model(x.reshape(1, -1 if x.numel() else 0, C), (x.shape[1], *GRID_2D), partition)
+        part = y.square().sum() / sample(1).numel()
+        part.backward()
+        all_reduce_gradients(model, context, bucket_numel=500)
+        return part.item(), gradients_of(model)
+
+    results = run_ranks(len(counts), worker)
+    assert sum(value for value, _ in results) == pytest.approx(loss, rel=1e-10)
+    for _, found in results:
+        assert_gradients_agree(found, expected)
+
+
+def test_all_reduce_gradients_where_ranks_lack_gradients() -> None:
+    """None counts as zero; what nobody has stays None; what is frozen here stays None here."""
+
+    def worker(rank: int) -> list[Tensor | None]:
+        parameters = [nn.Parameter(torch.zeros(2, 2)) for _ in range(4)]
+        parameters[3].data = parameters[3].data.bfloat16()
+        for i, parameter in enumerate(parameters):
+            if i != 1 and (i, rank) not in ((0, 2), (2, 1)):
+                parameter.grad = torch.full_like(parameter, 10.0**rank)
+        parameters[2].requires_grad_(rank != 1)
+        kept = parameters[0].grad
+        all_reduce_gradients(parameters, CPContext(dist.group.WORLD))
+        assert kept is None or parameters[0].grad is kept, "in place, so that views of gradients stay views"
+        return [p.grad for p in parameters]
+
+    results = run_ranks(3, worker)
+    for rank, (first, second, third, fourth) in enumerate(results):
+        assert torch.equal(first, torch.full((2, 2), 11.0))
+        assert second is None
+        assert third is None if rank == 1 else torch.equal(third, torch.full((2, 2), 101.0))
+        assert torch.equal(fourth, torch.full((2, 2), 111.0, dtype=torch.bfloat16))
+
+
+def test_distributed_data_parallel_over_samples_and_frames() -> None:
+    """FC-D11: two samples times two ranks of frames under DDP over all four, against one process."""
+    model = denoiser()
+    (sum(mean_loss(model, sample(seed)) for seed in (1, 2)) / 2).backward()
+    partition = FramePartition((5, 2))
+
+    def worker(rank: int) -> dict[str, Tensor]:
+        groups = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
+        context = CPContext(groups[rank // 2])
+        wrapped = DistributedDataParallel(apply_context_parallel(denoiser(), context, partition))
+        x = partition.split(sample(1 + rank // 2), rank % 2, 1)
+        reduce_loss(mean_loss(wrapped, x), context, x.shape[1] * TOKENS).backward()
+        return gradients_of(wrapped.module)
+
+    for found in run_ranks(4, worker):
+        assert_gradients_agree(found, gradients_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+@pytest.mark.parametrize("over", ["samples and frames", "samples"])
+def test_fully_sharded_parameters(over: str) -> None:
+    """FC-D11: FSDP2 over all four ranks averages; over the samples alone its shards are summed over the frames."""
+    model = denoiser()
+    (sum(mean_loss(model, sample(seed)) for seed in (1, 2)) / 2).backward()
+    partition = FramePartition((5, 2))
+
+    def worker(rank: int) -> dict[str, Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("samples", "frames"))
+        context = CPContext(mesh["frames"].get_group())
+        sharded = apply_context_parallel(denoiser(), context, partition)
+        shards = mesh["samples"] if over == "samples" else init_device_mesh("cpu", (4,))
+        for block in sharded.blocks:
+            fully_shard(block, mesh=shards)
+        fully_shard(sharded, mesh=shards)
+        x = partition.split(sample(1 + rank // 2), rank % 2, 1)
+        local, n = mean_loss(sharded, x), x.shape[1] * TOKENS
+        if over == "samples":
+            (local * n / (partition.total * TOKENS)).backward()
+            all_reduce_gradients(sharded, context)
+        else:
+            reduce_loss(local, context, n).backward()
+        return {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
+
+    for found in run_ranks(4, worker):
+        assert_gradients_agree(found, gradients_of(model))
+
+
+def test_two_models_use_two_groups_and_a_group_need_not_be_the_world() -> None:
+    """FC-D02: groups {0, 1} and {0, 1, 2, 3} alive in one process, and then {1, 3}, which lacks global rank 0."""
+    pair, four = Case(BidirectionalGDN, (3, 4)), Case(FrameGDN, (2, 1, 3, 1))
+
+    def worker(rank: int) -> list[Outcome | None]:
+        first, other = dist.new_group([0, 1]), dist.new_group([1, 3])
+        wide = on_this_rank(four, CPContext(dist.group.WORLD))
+        narrow = on_this_rank(pair, CPContext(first)) if rank in (0, 1) else None
+        last = on_this_rank(pair, CPContext(other)) if rank in (1, 3) else None
+        return [wide, narrow, last]
+
+    wide, narrow, last = zip(*run_ranks(4, worker), strict=True)
+    assert_outcomes_agree(four, wide, on_one_process(four))
+    for parts in (narrow, last):
+        assert_outcomes_agree(pair, [part for part in parts if part is not None], on_one_process(pair))
+
+
+@pytest.mark.parametrize("frozen_rank", [0, 1, 2])
+def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(frozen_rank: int) -> None:
+    """FC-D07: neither parameters nor input of one rank need a gradient; the other ranks' gradients do not change."""
+    case = Case(BidirectionalGDN, (3, 2, 2))
+
+    def worker(rank: int) -> Outcome:
+        partition = FramePartition(case.counts)
+        block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
+        frozen = rank == frozen_rank
+        block.requires_grad_(not frozen)
+        x, upstream = (partition.split(y, rank, 1).reshape(2, -1, C) for y in clip_of(case))
+        x = x.detach().requires_grad_(not frozen)
+        y = block(x, (case.counts[rank], *GRID_2D))
+        join_backward((y * upstream).sum(), y).backward()
+        return Outcome(y.detach(), x.grad, gradients_of(block))
+
+    parts = run_ranks(3, worker)
+    whole = on_one_process(case)
+    starts = FramePartition(case.counts).starts
+    for rank, part in enumerate(parts):
+        span = slice(starts[rank] * TOKENS, starts[rank + 1] * TOKENS)
+        assert error(part.y, whole.y[:, span]) < 1e-10
+        if rank == frozen_rank:
+            assert part.dx is None
+            assert not any(gradient is not None for gradient in part.gradients.values())
+        else:
+            assert error(part.dx, whole.dx[:, span]) < 1e-10
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_no_grad_everywhere_gives_the_outputs(cls: type[nn.Module]) -> None:
+    case = Case(cls, (3, 0, 4), (0, 2) if cls is ChunkCausalGDN else None)
+
+    def worker(rank: int) -> list[Tensor]:
+        partition = FramePartition(case.counts)
+        block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
+        x = partition.split(clip_of(case)[0], rank, 1).reshape(2, case.counts[rank] * TOKENS, C)
+        keywords = {} if case.starts is None else {"chunk_starts": case.starts}
+        with torch.no_grad():
+            first = block(x, (case.counts[rank], *GRID_2D), **keywords)
+        with torch.inference_mode():
+            return [first, block(x, (case.counts[rank], *GRID_2D), **keywords).clone()]
+
+    for found in zip(*run_ranks(3, worker), strict=True):
+        assert error(torch.cat(found, 1), on_one_process(case).y) < 1e-10
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(
+    use_reentrant: bool, one_process: tuple[float, dict[str, Tensor]]
+) -> None:
+    """FC-A10, FC-D14: recomputation repeats the exchanges, in the same order on every rank."""
+    counts = (3, 1, 3)
+
+    def worker(rank: int) -> dict[str, Tensor]:
+        context, partition = CPContext(dist.group.WORLD), FramePartition(counts)
+        model = apply_context_parallel(denoiser(), context, partition)
+        grid = (counts[rank], *GRID_2D)
+        x = model.enter(partition.split(sample(1), rank, 1).reshape(1, -1, C))
+        for block in model.blocks:
+            x = x + checkpoint(block, x, grid, use_reentrant=use_reentrant)
+        (model.leave(x).square().sum() / sample(1).numel()).backward()
+        all_reduce_gradients(model, context)
+        return gradients_of(model)
+
+    for found in run_ranks(3, worker):
+        assert_gradients_agree(found, one_process[1])
+
+
+def test_a_copy_of_a_model_runs_on_the_same_ranks() -> None:
+    """An average of weights is usually a deep copy, which must not silently see its own frames alone."""
+    case = Case(BidirectionalGDN, (3, 4))
+
+    def worker(rank: int) -> Tensor:
+        partition = FramePartition(case.counts)
+        block = copy.deepcopy(apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition))
+        x = partition.split(clip_of(case)[0], rank, 1).reshape(2, -1, C)
+        return block(x, (case.counts[rank], *GRID_2D)).detach()
+
+    assert error(torch.cat(run_ranks(2, worker), 1), on_one_process(case).y) < 1e-10
