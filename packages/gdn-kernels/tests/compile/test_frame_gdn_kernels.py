@@ -28,6 +28,7 @@ CHOSEN = (
     Call("sm_90", 128, "tf32", 0), Call("sm_90", 64, "tf32", 1), Call("sm_90", 64, "tf32", 2),
     Call("sm_80", 128, "bf16"), Call("sm_100", 112, "bf16"), Call("sm_120", 112, "bf16"), Call("gfx942", 64, "bf16"),
     Call("sm_90", 256, "bf16"), Call("sm_80", 16, "ieee"), Call("sm_100", 16, "tf32"), Call("gfx942", 16, "ieee"),
+    Call("sm_100", 112, "tf32"), Call("sm_100", 64, "ieee"), Call("sm_90", 64, "ieee"),
 )  # fmt: skip
 
 

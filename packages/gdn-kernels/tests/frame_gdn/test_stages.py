@@ -9,7 +9,7 @@ from frame_gdn_cases import DIRECTIONS, KINDS, MASK, upstream
 from stage_cases import cut, entry_of, named_tensors, stage_inputs, stage_options
 from torch import Tensor
 
-from gdn_kernels.frame_gdn.stages import Adjoint, apply, summarize
+from gdn_kernels.frame_gdn.stages import adjoint, apply, summarize
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary
 
 TOLERANCE = 1e-12
@@ -107,14 +107,14 @@ def test_stages_of_an_empty_run_are_the_identity_or_pure_decay(kind: str, frames
     result, denominator, exits = apply(inputs, options, entry)
     assert result.shape == (2, 0, 3, 4)
     assert denominator is None or denominator.shape == (2, 3, 0)
-    adjoint = Adjoint(inputs, options, entry, torch.zeros_like(result), None)
+    backward = adjoint(inputs, options, entry, torch.zeros_like(result), None)
     arrived = upstream(named_tensors(exits))
-    grads = adjoint.finish(FrameBoundary(**{**NOTHING._asdict(), **arrived}), [True] * 11)
+    grads = backward.finish(FrameBoundary(**{**NOTHING._asdict(), **arrived}), [True] * 11)
     assert grads.beta.shape == inputs.beta.shape
     for name, state in named_tensors(entry).items():
         factor = decay if state.ndim == 3 else decay[..., None]
         assert_close(getattr(exits, name), state * factor, 1e-15, name)
-        assert_zero(getattr(adjoint.gamma, name), name)
+        assert_zero(getattr(backward.gamma, name), name)
     if not frames:
         for name, state in named_tensors(entry).items():
             assert_same(getattr(exits, name), state, name)
@@ -125,8 +125,8 @@ def test_stages_of_no_batch() -> None:
     inputs, options = stage_inputs("raw", (0, 3, 5, 7, 4)), stage_options("raw", "bidirectional", resets=(2,))
     entry = entry_of(inputs, options)
     result, denominator, _ = apply(inputs, options, entry)
-    adjoint = Adjoint(inputs, options, entry, result.detach(), denominator.detach())
-    grads = adjoint.finish(adjoint.gamma, [True] * 11)
+    backward = adjoint(inputs, options, entry, result.detach(), denominator.detach())
+    grads = backward.finish(backward.gamma, [True] * 11)
     assert summarize(inputs, options).transition_z.shape == (0, 3, 4, 4)
     assert grads.qkv.shape == inputs.qkv.shape
     assert_zero(grads.q_norm_weight, "a sum over nothing")
@@ -159,15 +159,15 @@ def test_adjoint_gives_what_autograd_gives_and_touches_nothing(
     results = named_tensors({"result": result, "denominator": denominator}, exits)
     incoming = upstream({k: v for k, v in results.items() if not (kind == "output" and k == "denominator")})
     of_results = {name: value for name, value in incoming.items() if name in ("result", "denominator")}
-    adjoint = Adjoint(inputs, options, entry, incoming["result"], incoming.get("denominator"))
+    backward = adjoint(inputs, options, entry, incoming["result"], incoming.get("denominator"))
     without = reference_gradients(inputs, entry, results, of_results)
-    assert_all_close(named_tensors(adjoint.gamma), {name: without[name] for name in named_tensors(entry)}, TOLERANCE)
+    assert_all_close(named_tensors(backward.gamma), {name: without[name] for name in named_tensors(entry)}, TOLERANCE)
     exit_gradient = FrameBoundary(*(incoming.get(name) for name in FrameBoundary._fields))
-    found = named_tensors(adjoint.finish(exit_gradient, [True] * 11))
+    found = named_tensors(backward.finish(exit_gradient, [True] * 11))
     expected = reference_gradients(inputs, entry, results, incoming)
     assert_all_close(found, {name: expected[name] for name in found}, TOLERANCE)
     assert found.keys() == {name for name in expected if name not in FrameBoundary._fields}
-    for name, value in named_tensors(adjoint.finish(exit_gradient, [True] * 11)).items():
+    for name, value in named_tensors(backward.finish(exit_gradient, [True] * 11)).items():
         assert_same(value, found[name], name)
     for name, value in named_tensors(inputs, entry).items():
         assert_same(value.detach(), before[name], name)
@@ -180,16 +180,16 @@ def test_adjoint_gives_only_what_is_needed_and_zeros_where_nothing_arrives() -> 
     plain = FrameInputs(*(x if x is None else x.detach() for x in inputs))  # needs decide, not requires_grad
     entry = entry_of(inputs, options)
     dresult = upstream({"result": apply(inputs, options, entry)[0]})["result"]
-    adjoint = Adjoint(plain, options, entry, dresult, None)
-    everything = adjoint.finish(NOTHING, [True] * 11)
+    backward = adjoint(plain, options, entry, dresult, None)
+    everything = backward.finish(NOTHING, [True] * 11)
     assert not any(x.requires_grad for x in named_tensors(plain).values()), "inputs keep their flag"
     for needs in product([False, True], repeat=5):
         wanted = [needs[0], False, False, False, *needs[1:], False, False, False]
-        found = adjoint.finish(NOTHING, wanted)
+        found = backward.finish(NOTHING, wanted)
         assert [x is not None for x in found] == wanted
         for name, value in named_tensors(found).items():
             assert_same(value, getattr(everything, name), name)
-    silent = Adjoint(plain, options, entry, None, None)
+    silent = adjoint(plain, options, entry, None, None)
     for name, value in named_tensors(silent.gamma, silent.finish(NOTHING, [True] * 11)).items():
         assert_zero(value, name)
     for name, value in named_tensors(plain).items():
@@ -228,7 +228,7 @@ def run_on_ranks(
     for (local, bound), (a, b) in zip(zip(locals_, bounds, strict=True), pairwise(ends), strict=True):
         tokens = slice(a * spatial, b * spatial)
         dden = incoming["denominator"][:, :, tokens] if "denominator" in incoming else None
-        adjoints.append(Adjoint(*local, bound, incoming["result"][:, tokens], dden))
+        adjoints.append(adjoint(*local, bound, incoming["result"][:, tokens], dden))
     dexits: list[dict[str, Tensor]] = [{} for _ in ranks]
     gradients = {}
     for side, order in (("forward", list(ranks)[::-1]), ("reverse", list(ranks))):
@@ -244,8 +244,8 @@ def run_on_ranks(
             state = back
         gradients.update(state)
     parts = [
-        adjoint.finish(FrameBoundary(**{**NOTHING._asdict(), **d}), [True] * 11)
-        for adjoint, d in zip(adjoints, dexits, strict=True)
+        backward.finish(FrameBoundary(**{**NOTHING._asdict(), **d}), [True] * 11)
+        for backward, d in zip(adjoints, dexits, strict=True)
     ]
     for name in ("qkv", "q", "k", "v"):
         if getattr(inputs, name) is not None:
