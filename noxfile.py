@@ -11,7 +11,7 @@ import nox
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "layers", "docs", "build", "types", "integration", "tests"]
+nox.options.sessions = ["lint", "layers", "docs", "build", "types", "compile", "interpret", "integration", "tests"]
 
 ROOT = Path(__file__).parent
 PACKAGES = ("gdn-kernels", "gdn-cp", "gdn-models")
@@ -65,10 +65,10 @@ def make(session: nox.Session, *packages: str, only: tuple[str, ...] = ()) -> Pa
     return out
 
 
-def pytest(session: nox.Session, folder: str) -> None:
+def pytest(session: nox.Session, folder: str, **environment: str) -> None:
     """Run the tests of a folder; arguments after ``--`` may leave none of them, which is no failure then."""
     found_none = [5] if session.posargs else []
-    session.run("pytest", *TIMEOUT, folder, *session.posargs, env=ONE_THREAD, success_codes=[0, *found_none])
+    session.run("pytest", *TIMEOUT, folder, *session.posargs, env={**ONE_THREAD, **environment}, success_codes=[0, *found_none])
 
 
 @nox.session
@@ -111,6 +111,35 @@ def build(session: nox.Session, package: str) -> None:
     """Build an sdist, and the wheel from it, and check what they hold."""
     out = make(session, package)
     session.run("python", "tools/check_distribution.py", package, str(out))
+
+
+@nox.session(name="compile")
+def compile_kernels(session: nox.Session) -> None:
+    """Compile the kernels for several GPUs without one: shared memory, spills, matrix instructions."""
+    install(session, "gdn-kernels", tools=(*TEST_TOOLS, "triton"))
+    pytest(session, "packages/gdn-kernels/tests/compile")
+
+
+@nox.session
+def interpret(session: nox.Session) -> None:
+    """Run the kernels on the CPU in Triton's interpreter: every flag, tiny shapes."""
+    install(session, "gdn-kernels", tools=(*TEST_TOOLS, "triton"))
+    pytest(session, "packages/gdn-kernels/tests/interpret", TRITON_INTERPRET="1")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Test on a CUDA device; fails if there is none."""
+    install(session, *PACKAGES, tools=(*TEST_TOOLS, "triton"))
+    session.run("python", "-c", "import torch; torch.cuda.init()")
+    pytest(session, "packages/gdn-kernels/tests/gpu")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time the operations on a CUDA device; arguments after ``--`` go to the runner."""
+    install(session, "gdn-kernels", tools=("numpy", "matplotlib", "triton"))
+    session.run("python", "packages/gdn-kernels/benchmarks/run.py", *session.posargs)
 
 
 @nox.session

@@ -354,7 +354,7 @@ class _CPFrameGDN(torch.autograd.Function):
         *saved, transitions, own = ctx.saved_tensors
         inputs, entry = FrameInputs._make(saved[:_INPUTS]), FrameBoundary(*saved[_INPUTS:])
         dresult, ddenominator, *dfinal = gradients
-        adjoint = stages.Adjoint(inputs, plan.options, entry, dresult, ddenominator)
+        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator)
         buffer = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), own)
         gathered = collectives.all_gather(buffer, ctx.context, f"{ctx.op} backward")
         exits, dinitial = passes.exit_gradients(plan, gathered, transitions)

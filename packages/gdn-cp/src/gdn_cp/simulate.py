@@ -162,7 +162,7 @@ class _Lockstep(torch.autograd.Function):
             inputs, _ = _of_rank(tensors, plan.rank)
             entry = FrameBoundary(*entries[4 * plan.rank : 4 * plan.rank + 4])
             dresult, ddenominator, dkv, dz = gradients[4 * plan.rank : 4 * plan.rank + 4]
-            adjoints.append(stages.Adjoint(inputs, plan.options, entry, dresult, ddenominator))
+            adjoints.append(stages.adjoint(inputs, plan.options, entry, dresult, ddenominator))
             buffers.append(passes.publish_backward(plan, adjoints[-1].gamma, (dkv, dz), transitions[plan.rank]))
         gathered = torch.stack(buffers)
         found: list[Tensor | None] = [None]

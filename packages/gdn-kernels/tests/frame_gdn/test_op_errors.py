@@ -62,7 +62,7 @@ BOTH = [  # refused by all three operations
     ("precision", "fp32", V, "precision must be one of 'bf16', 'tf32', 'ieee', got 'fp32'"),
     ("precision", 3, V, "precision must be one of 'bf16', 'tf32', 'ieee' or 0, 1, 2, got 3"),
     ("impl", "cuda", V, "impl must be one of 'auto', 'torch', 'triton', got 'cuda'"),
-    ("impl", "triton", NotImplementedError, 'impl="triton" is not in this release; use impl="torch"'),
+    ("impl", "triton", NotImplementedError, 'impl="triton" needs tensors on a GPU, got cpu; use impl="torch"'),
     ("chunk_starts", torch.tensor([0, 2]), T, "chunk_starts must be a tuple of ints or None, got Tensor"),
     ("chunk_starts", (0, 2, 2), V, "chunk_starts must be strictly increasing, got (0, 2, 2)"),
     ("chunk_starts", (0, 4), V, "chunk_starts must lie in 0 ... F - 1 = 3, got (0, 4)"),

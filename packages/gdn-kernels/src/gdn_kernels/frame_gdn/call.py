@@ -18,7 +18,9 @@ class TritonCall:
     Attributes:
         features, has_z, divide, k_scale, norm_eps, eps: see `FrameOptions`.
         precision: of products. ``operand_dtype``, ``operand`` and ``dot`` follow from it.
-        q_weight, k_weight: ``[H, D]`` or None; ``cos, sin``: ``[N, D/2]`` fp32 or None; ``valid``: ``[B, F]`` fp32 or None.
+        q_weight, k_weight: ``[H, D]`` or None.
+        cos, sin: ``[N, D/2]`` fp32 or None.
+        valid: ``[B, F]`` fp32 or None.
         has_norm: RMSNorm is applied.
     """
 

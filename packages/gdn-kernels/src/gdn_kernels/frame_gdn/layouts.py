@@ -17,9 +17,9 @@ _NO_GUARD = contextlib.nullcontext()
 class TokenLayout(NamedTuple):
     """Strides of ``[B, N, H, D]`` tensors, in units of ``align`` elements but for the channels' own.
 
-    Triton would compile anew for every divisibility of a stride, and strides follow F, S, B and H. So the launchers pass
-    strides that are not specialised, divided by a power of two that the kernel multiplies back: vector loads need that
-    factor, and it depends on D and the dtype alone for the usual layouts.
+    Triton would compile anew for every divisibility of a stride, and strides follow F, S, B and H. So the launchers
+    pass strides that are not specialised, divided by a power of two that the kernel multiplies back: vector loads need
+    that factor, and it depends on D and the dtype alone for the usual layouts.
     """
 
     align: int
@@ -33,9 +33,7 @@ def token_layout(tensors: Sequence[Tensor]) -> TokenLayout:
         for stride in x.stride()[:3]:
             while stride % align:
                 align //= 2
-    strides = tuple(
-        (x.stride(0) // align, x.stride(1) // align, x.stride(2) // align, x.stride(3)) for x in tensors
-    )
+    strides = tuple((x.stride(0) // align, x.stride(1) // align, x.stride(2) // align, x.stride(3)) for x in tensors)
     return TokenLayout(align, strides)
 
 

@@ -332,10 +332,10 @@ def _resolve_impl(impl: Impl | str, operand: Tensor) -> Impl:
             reason = "supports fp16, bf16 and fp32, got float64"
         elif width > WIDEST_TRITON_HEAD:
             reason = f"supports D up to {WIDEST_TRITON_HEAD}, got D = {width}"
-        elif importlib.util.find_spec("triton") is None:
-            reason = "needs the package triton, which is not installed"
         elif not operand.is_cuda and not os.environ.get("TRITON_INTERPRET"):
             reason = f"needs tensors on a GPU, got {operand.device}"
+        elif importlib.util.find_spec("triton") is None:
+            reason = "needs the package triton, which is not installed"
         if reason is not None:
             raise NotImplementedError(f'impl="triton" {reason}; use impl="torch"')
     return wanted

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_kernels.frame_gdn.call import TritonCall
 from gdn_kernels.frame_gdn.features import (
     feature,
     frame_index,
@@ -18,7 +19,6 @@ from gdn_kernels.frame_gdn.features import (
     turn,
 )
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
-from gdn_kernels.frame_gdn.call import TritonCall
 from gdn_kernels.frame_gdn.tiles import launch_shape
 from gdn_kernels.types import FrameTransitions
 
@@ -136,9 +136,7 @@ def phase_a_z_kernel(
         tl.store(b_ptr + i_frame * D + o_row, b, mask=o_row < D)
 
 
-def phase_a(
-    call: TritonCall, k: Tensor, v: Tensor, beta: Tensor, rho_k: Tensor | None
-) -> FrameTransitions:
+def phase_a(call: TritonCall, k: Tensor, v: Tensor, beta: Tensor, rho_k: Tensor | None) -> FrameTransitions:
     """Return the operators of all frames, decay not folded in, in the operand dtype of the call's precision (b: fp32).
 
     Grid: (B*F*H, pairs of channel blocks), a launch per stream.

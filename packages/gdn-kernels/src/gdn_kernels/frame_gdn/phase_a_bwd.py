@@ -145,7 +145,9 @@ def phase_a_bwd_kernel(
                     k_j = turn(k_j, cos, sin, BLOCK_S, BLOCK_D)
                 k_j = operand(k_j, OPERAND, DOT)
                 kg = tl.dot(k_j, load_matrix(g_ptr, o_j, o_row, D, 1, D), kg, input_precision=DOT)
-                va = tl.dot(operand(v_j, OPERAND, DOT), load_matrix(da_ptr, o_j, o_row, 1, D, D), va, input_precision=DOT)
+                va = tl.dot(
+                    operand(v_j, OPERAND, DOT), load_matrix(da_ptr, o_j, o_row, 1, D, D), va, input_precision=DOT
+                )
                 dv = tl.dot(k_j, load_matrix(da_ptr, o_j, o_row, D, 1, D), dv, input_precision=DOT)
         store_tile(dv_ptr + s * far_e, dv * beta[:, None], o_s, o_row, m_s, sen, sed, D)
         # loaded and turned again: holding these tiles over the products costs more registers than there are

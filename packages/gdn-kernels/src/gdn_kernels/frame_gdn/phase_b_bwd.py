@@ -93,9 +93,19 @@ def phase_b_bwd_kernel(
         o_row = tl.arange(0, NUM_BLOCKS * BLOCK_D)
         m_row = o_row < D
         if is_reverse:
-            state_ptr, exit_ptr, entry_ptr, l_ptr = z_reverse_ptr, dexit_z_reverse_ptr, dentry_z_reverse_ptr, lz_reverse_ptr
+            state_ptr, exit_ptr, entry_ptr, l_ptr = (
+                z_reverse_ptr,
+                dexit_z_reverse_ptr,
+                dentry_z_reverse_ptr,
+                lz_reverse_ptr,
+            )
         else:
-            state_ptr, exit_ptr, entry_ptr, l_ptr = z_forward_ptr, dexit_z_forward_ptr, dentry_z_forward_ptr, lz_forward_ptr
+            state_ptr, exit_ptr, entry_ptr, l_ptr = (
+                z_forward_ptr,
+                dexit_z_forward_ptr,
+                dentry_z_forward_ptr,
+                lz_forward_ptr,
+            )
         pz_ptr += i_bh * F * D * D
         cz_ptr += i_bh * F * D
         l_ptr += i_bh * F * D
@@ -141,7 +151,9 @@ def operators_bwd_kernel(
     for k in tl.range(0, D, BLOCK_V, num_stages=STAGES):
         o_k = k + tl.arange(0, BLOCK_V)
         if HAS_FORWARD:
-            g = _outer(l_forward_ptr + i_frame * D * D, kv_forward_ptr + i_state * D * D, g, o_row, o_col, o_k, D, OPERAND, DOT)
+            g = _outer(
+                l_forward_ptr + i_frame * D * D, kv_forward_ptr + i_state * D * D, g, o_row, o_col, o_k, D, OPERAND, DOT
+            )
         if HAS_REVERSE:
             at = kv_reverse_ptr + (i_state + 1) * D * D
             g = _outer(l_reverse_ptr + i_frame * D * D, at, g, o_row, o_col, o_k, D, OPERAND, DOT)
@@ -225,20 +237,25 @@ def phase_b_bwd(
                 OPERAND=call.operand, DOT=call.dot, BLOCK_D=shape.block_d, BLOCK_V=shape.block_v,
                 NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
             )  # fmt: skip
-    return ScanGradients(*gradients, dg.sum(0), entry)
+    l_forward, lz_forward, l_reverse, lz_reverse = gradients
+    return ScanGradients(l_forward, lz_forward, l_reverse, lz_reverse, dg.sum(0), entry)
 
 
 def _both_or_none(exit_gradient: FrameBoundary, histories: FrameHistories) -> FrameBoundary:
     """Fill in zeros where one stream of a direction has an exit gradient and the other has none."""
-    filled: list[Tensor | None] = []
-    for pair in (slice(0, 2), slice(2, 4)):
-        some = any(x is not None for x in exit_gradient[pair])
-        for x, state in zip(exit_gradient[pair], histories[pair], strict=True):
-            if not some or state is None:
-                filled.append(None)
-            else:
-                filled.append(torch.zeros_like(state[:, :, 0]) if x is None else x.float().contiguous())
-    return FrameBoundary(*filled)
+
+    def pair(kv: Tensor | None, z: Tensor | None, states: tuple[Tensor | None, Tensor | None]) -> list[Tensor | None]:
+        if kv is None and z is None:
+            return [None, None]
+        given_or_zero = [
+            torch.zeros_like(state[:, :, 0]) if x is None and state is not None else x
+            for x, state in zip((kv, z), states, strict=True)
+        ]
+        return [None if x is None else x.float().contiguous() for x in given_or_zero]
+
+    forward = pair(exit_gradient.forward_kv, exit_gradient.forward_z, (histories.forward_kv, histories.forward_z))
+    reverse = pair(exit_gradient.reverse_kv, exit_gradient.reverse_z, (histories.reverse_kv, histories.reverse_z))
+    return FrameBoundary(*forward, *reverse)
 
 
 def operators_bwd(

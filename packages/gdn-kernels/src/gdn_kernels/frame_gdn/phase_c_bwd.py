@@ -133,7 +133,9 @@ def phase_c_query_bwd_kernel(
                 if NUM_BLOCKS == 1:
                     tl.store(u_ptr + (s + o_s).to(tl.int64) * H, u, mask=m_s)
                 else:  # two programs share a token: each owns a row of u
-                    tl.store(u_ptr + (s + o_s).to(tl.int64) * H + i_row * tl.num_programs(0).to(tl.int64) * S, u, mask=m_s)
+                    tl.store(
+                        u_ptr + (s + o_s).to(tl.int64) * H + i_row * tl.num_programs(0).to(tl.int64) * S, u, mask=m_s
+                    )
         store_tile(dq_ptr + s * far_d, dq, o_s, o_row, m_s, sdn, sdd, D)
     if HAS_NORM:
         i_part = ((i_b * F + i_f) * tl.num_programs(1) + tl.program_id(1)) * H + i_h
@@ -199,8 +201,10 @@ def phase_c_state_bwd_kernel(
 
 
 class ReadOutGradients(NamedTuple):
-    """``c [B, H, F, D, D]`` and ``cz [B, H, F, D]`` or None: gradients of the states read. The query's part: ``u``
-    ``[B, N, H]`` and ``dw [H, D]`` for the norm's backward, None without a norm."""
+    """Gradients of the states read, ``c [B, H, F, D, D]`` and ``cz [B, H, F, D]`` or None, and the query's part.
+
+    ``u [B, N, H]`` and ``dw [H, D]`` are for the norm's backward; None without a norm.
+    """
 
     c: Tensor
     cz: Tensor | None

@@ -34,8 +34,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None, FrameBoundary]:
     """Run the frames from ``entry`` (None is zero); return the result, the denominator and the exit states.
 
-    The result ``[B, N, H, D]`` is the output if ``options.divide``, else the numerator; the denominator ``[B, H, N]`` is
-    None if it was divided by, or without a z stream. Differentiable by autograd in the inputs and in the entry states.
+    The result ``[B, N, H, D]`` is the output if ``options.divide``, else the numerator; the denominator ``[B, H, N]``
+    is None if it was divided by, or without a z stream. Differentiable by autograd in the inputs and the entry states.
     Exit states that are not wanted may be None.
     """
     if options.impl is Impl.TRITON:
@@ -55,7 +55,9 @@ def adjoint(
     """Begin the backward of one `apply`; see `Adjoint`.
 
     Args:
-        inputs, options, entry: as given to `apply`; the options name the implementation.
+        inputs: as given to `apply`.
+        options: as given to `apply`; they name the implementation.
+        entry: as given to `apply`.
         dresult: gradient of the result, ``[B, N, H, D]``, any strides; None counts as zero.
         ddenominator: gradient of the denominator, ``[B, H, N]``, any strides; None counts as zero.
     """

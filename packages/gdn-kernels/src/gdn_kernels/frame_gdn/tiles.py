@@ -18,8 +18,11 @@ _UNKNOWN_DEVICE_BYTES = 48 * 1024
 
 
 class LaunchShape(NamedTuple):
-    """``block_s`` tokens, ``block_d`` channels (``num_blocks`` of them cover D), ``block_v`` columns of a scan,
-    warps, pipeline stages, registers per thread (0: no limit)."""
+    """The shape of one launch.
+
+    ``block_s`` tokens, ``block_d`` channels (``num_blocks`` of them cover D), ``block_v`` columns of a scan, warps,
+    pipeline stages, registers per thread (0: no limit).
+    """
 
     block_s: int
     block_d: int
@@ -46,8 +49,10 @@ class Candidate(NamedTuple):
     widest: int = 128
 
 
-KERNELS = ("phase_a", "phase_a_z", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd", "operators_bwd",
-           "phase_a_bwd")  # fmt: skip
+KERNELS = (
+    "phase_a", "phase_a_z", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd",
+    "operators_bwd", "phase_a_bwd",
+)  # fmt: skip
 
 # kernel -> operand bytes -> candidates, best first. Swept for correctness one by one against fp64 before timing.
 TABLE: dict[str, dict[int, tuple[Candidate, ...]]] = {

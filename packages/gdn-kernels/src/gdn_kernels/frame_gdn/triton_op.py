@@ -37,7 +37,7 @@ def apply_triton(
         present = _exits_present(options, want_exit)
         exits = [x if here else None for x, here in zip(outputs[2:_RESULTS], present, strict=True)]
         return outputs[0], outputs[1] if _raw_denominator(options) else None, FrameBoundary(*exits)
-    outputs = _EagerCall.apply(scalars, *inputs, *entry)
+    outputs = _EagerCall.apply(scalars, *inputs, *entry)  # type: ignore[no-untyped-call]
     return outputs[0], outputs[1] if _raw_denominator(options) else None, FrameBoundary(*outputs[2:])
 
 
@@ -83,8 +83,9 @@ def _backward(
     kept = triton_stages.Saved(*saved)  # type: ignore[arg-type]
     prepared = triton_stages.prepare(inputs, options)
     buffers = triton_stages.gradient_buffers(inputs)
-    read_out = triton_stages.read_out_backward(prepared, kept, result, denominator, *gradients[:2], buffers)
-    scans = triton_stages.sweep_backward(prepared, options, kept, read_out, FrameBoundary(*gradients[2:]))
+    dresult, ddenominator, *dexit = gradients
+    read_out = triton_stages.read_out_backward(prepared, kept, result, denominator, dresult, ddenominator, buffers)
+    scans = triton_stages.sweep_backward(prepared, options, kept, read_out, FrameBoundary(*dexit))
     return [*triton_stages.write_backward(inputs, prepared, kept, read_out, scans, buffers), *scans.entry]
 
 
@@ -104,7 +105,8 @@ class _EagerCall(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         inputs = FrameInputs._make(tensors[:_INPUTS])
-        found = _backward(inputs, *tensors[_INPUTS : _INPUTS + 2], tensors[_INPUTS + 2 :], gradients, ctx.scalars)
+        result, denominator, *saved = tensors[_INPUTS:]
+        found = _backward(inputs, result, denominator, saved, gradients, ctx.scalars)
         dentry = [g if given else None for g, given in zip(found[_INPUTS:], ctx.entry_given, strict=True)]
         return (None, *found[:_INPUTS], *dentry)
 
@@ -129,21 +131,20 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(
-    qkv, q, k, v, beta, decay, q_norm_weight, k_norm_weight, rope_cos, rope_sin, frame_valid, forward_kv, forward_z,
-    reverse_kv, reverse_z, features, has_z, divide, direction, resets, k_scale, norm_eps, eps, precision, want_exit,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    operand = qkv if qkv is not None else q
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    qkv, q, _, _, beta, _, q_norm_weight, k_norm_weight = arguments[:8]
+    features, has_z, divide, direction, *_, precision, want_exit = arguments[_INPUTS + _ENTRY :]
+    operand: Tensor = qkv if qkv is not None else q
     batch, heads, frames, _ = beta.shape
     tokens, width = operand.shape[1], operand.shape[-1]
     way = Direction(direction)
     norm = features and (q_norm_weight is not None or k_norm_weight is not None)
     kept = torch.bfloat16 if precision == Precision.BF16.value else torch.float32
 
-    def fresh(here, *shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
+    def fresh(here: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return operand.new_empty(shape if here else (0,), dtype=dtype)
 
-    def states(here, *lead):  # type: ignore[no-untyped-def]
+    def states(here: bool, *lead: int) -> tuple[Tensor, ...]:
         past, future = here and way.reads_past, here and way.reads_future
         return (
             fresh(past, *lead, width, width), fresh(past and has_z, *lead, width),
@@ -180,21 +181,18 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    qkv, q, k, v, beta, decay, q_norm_weight, k_norm_weight, rope_cos, rope_sin, frame_valid, result, denominator,
-    saved, dresult, ddenominator, dexit_forward_kv, dexit_forward_z, dexit_reverse_kv, dexit_reverse_z,
-    features, has_z, divide, direction, resets, k_scale, norm_eps, eps, precision, want_exit,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    operand = qkv if qkv is not None else q
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    qkv, q, k, v, beta, decay, q_norm_weight, k_norm_weight = arguments[:8]
+    features, has_z, _, direction, *_ = arguments[-len(FrameOptions.__dataclass_fields__) :]
+    operand: Tensor = qkv if qkv is not None else q
     batch, heads, width = beta.shape[0], beta.shape[1], operand.shape[-1]
     way = Direction(direction)
     norm = features and (q_norm_weight is not None or k_norm_weight is not None)
 
-    def like(x, here=True):  # type: ignore[no-untyped-def]
-        present = x is not None and here
-        return x.new_empty(x.shape) if present else operand.new_empty((0,), dtype=torch.float32)
+    def like(x: Tensor | None, here: bool = True) -> Tensor:
+        return x.new_empty(x.shape) if x is not None and here else operand.new_empty((0,), dtype=torch.float32)
 
-    def state(here, *tail):  # type: ignore[no-untyped-def]
+    def state(here: bool, *tail: int) -> Tensor:
         return operand.new_empty((batch, heads, *tail) if here else (0,), dtype=torch.float32)
 
     past, future = way.reads_past, way.reads_future

@@ -98,9 +98,7 @@ def gradient_buffers(inputs: FrameInputs) -> GradientBuffers:
     if inputs.qkv is not None:
         dqkv = torch.empty(inputs.qkv.shape, dtype=inputs.qkv.dtype, device=inputs.qkv.device)
         return GradientBuffers(dqkv, *dqkv.unbind(2))
-    return GradientBuffers(
-        None, *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.operands())
-    )
+    return GradientBuffers(None, *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.operands()))
 
 
 def read_out_backward(
@@ -143,11 +141,10 @@ def write_backward(
     call, q, k, v, beta, decay = prepared
     histories = saved.histories()
     operators = operators_bwd(call, decay, histories, scans)
-    writes = phase_a_bwd(
-        call, k, v, beta, decay, saved.rho_k, operators, histories, scans, buffers.dk, buffers.dv
-    )
+    writes = phase_a_bwd(call, k, v, beta, decay, saved.rho_k, operators, histories, scans, buffers.dk, buffers.dv)
     if saved.rho_q is not None and saved.rho_k is not None:
-        assert read_out.u is not None and writes.u is not None
+        assert read_out.u is not None
+        assert writes.u is not None
         qk_norm_bwd(q, buffers.dq, read_out.u, saved.rho_q)
         qk_norm_bwd(k, buffers.dk, writes.u, saved.rho_k)
     dbeta, ddecay = writes.dbeta, scans.ddecay
@@ -155,8 +152,9 @@ def write_backward(
         valid = inputs.frame_valid.float()[:, None, :]
         dbeta, ddecay = dbeta * valid[..., None], ddecay * valid
     packed = buffers.dqkv is not None
+    dq, dk, dv = (None, None, None) if packed else buffers[1:]
     return FrameInputs(
-        buffers.dqkv, *((None, None, None) if packed else buffers[1:]), dbeta.to(inputs.beta.dtype),
+        buffers.dqkv, dq, dk, dv, dbeta.to(inputs.beta.dtype),
         ddecay.to(inputs.decay.dtype), _like(read_out.dw, inputs.q_norm_weight), _like(writes.dw, inputs.k_norm_weight),
         None, None, None,
     )  # fmt: skip
