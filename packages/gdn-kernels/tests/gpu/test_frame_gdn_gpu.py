@@ -163,6 +163,7 @@ def test_captured_forward_and_backward_replay_on_new_values() -> None:
         assert_same(kept[name], value, name)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_call_and_its_backward_never_wait_for_the_device() -> None:
     clip = draw_clip(SMALL, torch.bfloat16, "cuda")
     doutput = draw_gradient(clip)

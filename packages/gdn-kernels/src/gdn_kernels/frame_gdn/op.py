@@ -26,6 +26,7 @@ from gdn_kernels.types import (
 )
 
 WIDEST_TRITON_HEAD = 256
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def frame_gdn(
@@ -334,7 +335,7 @@ def _resolve_impl(impl: Impl | str, operand: Tensor) -> Impl:
             reason = f"supports D up to {WIDEST_TRITON_HEAD}, got D = {width}"
         elif not operand.is_cuda and not os.environ.get("TRITON_INTERPRET"):
             reason = f"needs tensors on a GPU, got {operand.device}"
-        elif importlib.util.find_spec("triton") is None:
+        elif not _HAS_TRITON:
             reason = "needs the package triton, which is not installed"
         if reason is not None:
             raise NotImplementedError(f'impl="triton" {reason}; use impl="torch"')

@@ -148,13 +148,16 @@ def operators_bwd_kernel(
     o_row = i_row * BLOCK_D + tl.arange(0, BLOCK_D)
     o_col = i_col * BLOCK_D + tl.arange(0, BLOCK_D)
     g = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
-    for k in tl.range(0, D, BLOCK_V, num_stages=STAGES):
-        o_k = k + tl.arange(0, BLOCK_V)
-        if HAS_FORWARD:
+    # a loop per direction: four products into one accumulator in one body become a trap on sm_100
+    if HAS_FORWARD:
+        for k in tl.range(0, D, BLOCK_V, num_stages=STAGES):
+            o_k = k + tl.arange(0, BLOCK_V)
             g = _outer(
                 l_forward_ptr + i_frame * D * D, kv_forward_ptr + i_state * D * D, g, o_row, o_col, o_k, D, OPERAND, DOT
             )
-        if HAS_REVERSE:
+    if HAS_REVERSE:
+        for k in tl.range(0, D, BLOCK_V, num_stages=STAGES):
+            o_k = k + tl.arange(0, BLOCK_V)
             at = kv_reverse_ptr + (i_state + 1) * D * D
             g = _outer(l_reverse_ptr + i_frame * D * D, at, g, o_row, o_col, o_k, D, OPERAND, DOT)
     store_matrix(g_ptr + i_frame * D * D, -tl.load(decay_ptr + i_frame) * g, o_row, o_col, D)

@@ -182,7 +182,7 @@ def phase_c_state_bwd_kernel(
         rho = tl.full((BLOCK_S,), 1.0, tl.float32)
         if HAS_NORM:
             rho = tl.load(rho_ptr + s + o_s, mask=m_s, other=0.0)
-        factor = load_row_factor(den_ptr, s + o_s, m_s, valid, eps, DIVIDE, BLOCK_S) * rho
+        factor = load_row_factor(den_ptr, s + o_s, m_s, valid, eps, DIVIDE, BLOCK_S)
         q = feature(load_tile(q_ptr + s * far_q, o_s, o_row, m_s, sqn, sqd, D, BLOCK_D), w, FEATURES)
         if HAS_Z:
             dden = tl.load(dden_ptr + s + o_s, mask=m_s, other=0.0) * rho
@@ -192,6 +192,7 @@ def phase_c_state_bwd_kernel(
         if HAS_ROPE:
             cos, sin = load_angles(cos_ptr, sin_ptr, s + o_s, m_s, i_row, D, BLOCK_D)
             q = turn(q, cos, sin, BLOCK_S, BLOCK_D)
+        q *= rho[:, None]
         dnum = load_tile(dout_ptr + s * far_g, o_s, o_col, m_s, sgn, sgd, D, BLOCK_D) * factor[:, None]
         c = tl.dot(tl.trans(operand(q, OPERAND, DOT)), operand(dnum, OPERAND, DOT), c, input_precision=DOT)
     store_matrix(c_ptr + i_frame * D * D, c, o_row, o_col, D)

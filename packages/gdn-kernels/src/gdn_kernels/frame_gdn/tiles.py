@@ -138,12 +138,12 @@ def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
     spread = shape.block_d * shape.block_d * 4  # an fp32 accumulator that changes its layout on the way out
     pipelined = stages > 1
     bound = {
-        "phase_a": max(spread, (2 + 2 * stages + (blocks > 1) * stages) * tile),
+        "phase_a": max(spread, (5 * stages + 6) * tile // 2 if blocks == 1 else (5 * stages + 2) * tile),
         "phase_a_z": max(spread, (2 + stages + (blocks > 1) * stages) * tile),
         "phase_b": (stages * (blocks * blocks * square + blocks * column) if pipelined else square) + blocks * column,
         "phase_c": blocks * square + tile + pipelined * 2 * stages * tile,
         "phase_c_query_bwd": blocks * square + 2 * tile + pipelined * 3 * stages * tile,
-        "phase_c_state_bwd": max(spread, (3 + 2 * stages) * tile),
+        "phase_c_state_bwd": max(spread, (4 * stages + 9) * tile // 2),
         "phase_b_bwd": (stages * (blocks * blocks * square + 2 * blocks * wide) if pipelined else square)
         + blocks * column,
         "operators_bwd": (10 if operand_bytes == 2 else 16) * stages * wide // 2,

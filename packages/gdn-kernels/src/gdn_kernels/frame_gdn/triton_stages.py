@@ -114,7 +114,9 @@ def read_out_backward(
     call, q, _, _, beta, _ = prepared
     if dresult is None:
         dresult = torch.zeros((), dtype=result.dtype, device=result.device).expand(result.shape)
-    if not call.divide and call.has_z:
+    if call.divide:
+        ddenominator = None  # it has been divided by: no gradient arrives at it, and the kernel writes its own
+    elif call.has_z:
         assert denominator is not None
         ddenominator = torch.zeros_like(denominator) if ddenominator is None else ddenominator.float().contiguous()
     return phase_c_bwd(
