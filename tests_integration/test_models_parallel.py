@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ from model_cases import (
 from ranks import run_ranks
 from torch import nn
 
-from gdn_cp import CPContext, FramePartition
+from gdn_cp import CPContext, FramePartition, count_exchanges
 from gdn_models import BidirectionalGDN, ChunkCausalGDN, FrameGDN, apply_context_parallel
 
 pytestmark = pytest.mark.ranks
@@ -159,21 +160,85 @@ def test_exchanges_per_pass(cls: type[nn.Module], options: dict, exchanges: int)
     """One halo exchange for all convolutions and one of summaries forward, and the same backward."""
     case = Case(cls, (3, 1, 3), options=options)
 
-    def worker(rank: int) -> tuple[Counter, Counter]:
+    def worker(rank: int) -> list[tuple[Counter, list[str]]]:
         partition = FramePartition(case.counts)
         block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
         x = partition.split(clip_of(case)[0], rank, 1).reshape(2, -1, 12).requires_grad_()
         grid = (case.counts[rank], 2, 1)
         block(x, grid).sum().backward()  # the first call also verifies that the ranks agree
-        with counted_collectives() as forward:
+        with counted_collectives() as forward, count_exchanges() as there:
             y = block(x, grid)
-        with counted_collectives() as backward:
+        with counted_collectives() as backward, count_exchanges() as back:
             y.sum().backward()
-        return forward, backward
+        return [(forward, there.labels), (backward, back.labels)]
 
-    for forward, backward in run_ranks(3, worker):
+    names = ["halo_exchange", "cp_frame_gdn"][-exchanges:]
+    for (forward, there), (backward, back) in run_ranks(3, worker):
         assert forward.total() == exchanges, forward
         assert backward.total() == exchanges, backward
+        assert there == [f"{name} forward" for name in names]
+        assert back == [f"{name} backward" for name in reversed(names)]
+
+
+@pytest.mark.parametrize("conv_size", [0, 4])
+@pytest.mark.parametrize("wrong", ["x", "grid", "mask", "type", "partition", "none"])
+def test_a_mistake_of_one_rank_is_an_error_on_all(wrong: str, conv_size: int) -> None:
+    """FC-D05: within seconds, of the same class, and named; nobody is left waiting."""
+
+    def worker(rank: int) -> tuple[str, str, float]:
+        started, partition = time.monotonic(), FramePartition((3, 2, 2))
+        block = apply_context_parallel(
+            BidirectionalGDN(dim=8, heads=2, conv_size=conv_size), CPContext(dist.group.WORLD)
+        )
+        frames = partition.counts[rank]
+        x, grid, keywords = torch.zeros(1, 2 * frames, 8), (frames, 2, 1), {"partition": partition}
+        if rank == 1:
+            x = torch.zeros(1, 2 * frames, 9) if wrong == "x" else x
+            grid = {"grid": (frames - 1, 2, 1), "type": (2.0, 2, 1)}.get(wrong, grid)
+            keywords.update({"mask": {"frame_valid": torch.ones(1, 7)}}.get(wrong, {}))
+            if wrong in ("partition", "none"):
+                keywords["partition"] = FramePartition((4, 3)) if wrong == "partition" else None
+        try:
+            block(x, grid, **keywords)
+        except (ValueError, TypeError, RuntimeError) as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+        raise AssertionError("no error")
+
+    expected = {
+        "x": ("ValueError", "x must have shape [B, N = F*h*w, C = dim] = [1, 4, 8], got [1, 4, 9]"),
+        "grid": ("ValueError", "x must have shape [B, N = F*h*w, C = dim] = [1, 2, 8], got [1, 4, 8]"),
+        "mask": ("ValueError", "frame_valid must have shape [B, F] = [1, 2], [B, 1, F] or [B, 1, F, 1, 1], got [1, 7]"),
+        "type": ("TypeError", "grid must be three ints (F, h, w), got (2.0, 2, 1)"),
+        "partition": ("RuntimeError", "partition must have as many ranks as the context, 3, got 2"),
+        "none": ("RuntimeError", "a context of 3 ranks needs a partition"),
+    }[wrong]
+    for rank, (name, message, seconds) in enumerate(run_ranks(3, worker)):
+        assert name == expected[0]
+        assert expected[1] in message
+        assert rank == 1 or "rank 1" in message
+        assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 16}, "ranks disagree on shape apart from frames"),
+        ({"conv_size": 3}, "ranks disagree on left: rank 0 has 3, rank 1 has 2"),
+        ({"key_scale": "dim"}, "ranks disagree on k_scale"),
+        ({"heads": 4}, "ranks disagree on H: rank 0 has 2, rank 1 has 4"),
+        ({"eps": 1e-3}, "ranks disagree on eps: rank 0 has 1e-08, rank 1 has 0.001"),
+    ],
+)
+def test_ranks_that_hold_different_blocks_are_told(options: dict, message: str) -> None:
+    def worker(rank: int) -> str:
+        fields = {"dim": 8, "heads": 2, **(options if rank == 1 else {})}
+        block = apply_context_parallel(BidirectionalGDN(**fields), CPContext(dist.group.WORLD), FramePartition((2, 2)))
+        with pytest.raises(RuntimeError, match="ranks disagree") as caught:
+            block(torch.zeros(1, 4, fields["dim"]), (2, 2, 1))
+        return str(caught.value)
+
+    for found in run_ranks(2, worker):
+        assert message in found
 
 
 class counted_collectives:  # noqa: N801, a context manager

@@ -113,7 +113,7 @@ def unlisted_names(root: Path) -> Iterator[str]:
         module = package.replace("-", "_")
         source = root / "packages" / package / "src" / module / "__init__.py"
         page = root / "docs" / "api" / f"{package.removeprefix('gdn-')}.md"
-        listed = set(re.findall(rf"^::: {module}\.(\w+)$", page.read_text(), re.MULTILINE))
+        listed = set(re.findall(rf"^::: {module}(?:\.\w+)*\.(\w+)$", page.read_text(), re.MULTILINE))
         public: set[str] = set()
         for node in ast.parse(source.read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

@@ -17,7 +17,7 @@ from gdn_models import (
     apply_context_parallel,
     reduce_loss,
 )
-from gdn_models.frame_gdn import Call
+from gdn_models.clip import Clip
 from gdn_models.parallel import ContextParallelModule, Shard, _buckets
 
 SECOND_OF_THREE = SimpleNamespace(rank=1, size=3, is_trivial=False)
@@ -128,10 +128,10 @@ def test_shard_errors(
 def test_rotary_positions_are_those_of_the_whole_clip() -> None:
     """Frames count from the start of the clip, rows and columns from zero on every rank."""
     block, partition = BidirectionalGDN(dim=16, heads=1), FramePartition((2, 0, 3))
-    whole = block._rotation(Call((5, 2, 3), None, (), Shard(0, 5, 5, None, None)), torch.device("cpu"))
+    whole = block._rotation(Clip((5, 2, 3), None, (), Shard(0, 5, 5, None, None)), torch.device("cpu"))
     for rank, frames in enumerate(partition.counts):
         shard = attached(SimpleNamespace(rank=rank, size=3, is_trivial=False)).shard(frames, partition)
-        part = block._rotation(Call((frames, 2, 3), None, (), shard), torch.device("cpu"))
+        part = block._rotation(Clip((frames, 2, 3), None, (), shard), torch.device("cpu"))
         span = slice(6 * partition.starts[rank], 6 * partition.starts[rank + 1])
         assert torch.equal(part.cos, whole.cos[span])
         assert torch.equal(part.sin, whole.sin[span])
@@ -141,7 +141,7 @@ def test_chunk_starts_are_checked_against_the_whole_clip() -> None:
     block = ChunkCausalGDN(dim=8, heads=2)
     block.attach_context(SECOND_OF_THREE, FramePartition((2, 2, 3)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"chunk_starts must lie in 0 ... F - 1 = 6, got \(0, 7\)"):
-        block(torch.zeros(1, 4, 8), (2, 2, 1), chunk_starts=(0, 7))
+        block._checked(torch.zeros(1, 4, 8), (2, 2, 1), (0, 7), None, None)
 
 
 @pytest.mark.parametrize("n_local", [12, torch.tensor(12)])

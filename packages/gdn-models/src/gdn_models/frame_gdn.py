@@ -7,7 +7,7 @@ frame-major, C = H*D channels, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +15,14 @@ from torch import Tensor, nn
 from gdn_cp import FramePartition, cp_frame_gdn, halo_exchange
 from gdn_kernels import Direction, RotaryTables, checks, frame_gdn, rotary_tables
 from gdn_models.chunks import same_chunk
+from gdn_models.clip import Clip, check_frame_valid, check_grid, mask_tokens
 from gdn_models.config import FrameGDNConfig
 from gdn_models.gates import Grid, frame_decay, gate_output, key_scale, write_strength
-from gdn_models.parallel import ContextParallelModule, Shard
+from gdn_models.parallel import ContextParallelModule, raise_on_all_ranks
 from gdn_models.temporal_conv import ConvWindow, TemporalConv
 
 GATE_BIAS = 5.0  # sigmoid(5) = 0.99331: write almost everything, forget almost nothing
 OPEN_GATE = 1.278464542761074  # its SiLU is 1
-
-
-class Call(NamedTuple):
-    """The checked arguments of one forward pass, apart from x.
-
-    ``frame_valid [B, F]`` bool or None; ``chunk_starts`` interior, global; ``shard`` the local part of the clip.
-    """
-
-    grid: Grid
-    frame_valid: Tensor | None
-    chunk_starts: tuple[int, ...]
-    shard: Shard
 
 
 class FrameGDNBlock(ContextParallelModule):
@@ -137,20 +126,21 @@ class FrameGDNBlock(ContextParallelModule):
         Raises:
             ValueError: A shape, dtype, device or value is wrong, or chunk starts were given to a class without chunks.
             TypeError: An argument is of the wrong Python type.
-            RuntimeError: Context and partition do not go together, or ranks disagree.
+            RuntimeError: Context and partition do not go together, ranks disagree, or an exchange did not complete.
+                An error of one rank's arguments is raised on all ranks the first time they meet in a group.
 
         Communication: with a context of several ranks one halo exchange (if ``conv_size > 1``) and one exchange of
             summaries, and the same again in backward. Every rank must call this: yes, also one without frames.
         """
-        call = self._call(x, grid, chunk_starts, frame_valid, partition)
-        x = _mask_tokens(x, call)
-        beta = write_strength(x, self.beta_proj.weight, self.beta_proj.bias, call.grid)
-        decay = frame_decay(x, self.gate_proj.weight, self.gate_proj.bias, self.A_log, self.dt_bias, call.grid)
+        clip = self._clip(x, grid, chunk_starts, frame_valid, partition)
+        x = mask_tokens(x, clip)
+        beta = write_strength(x, self.beta_proj.weight, self.beta_proj.bias, clip.grid)
+        decay = frame_decay(x, self.gate_proj.weight, self.gate_proj.bias, self.A_log, self.dt_bias, clip.grid)
         qkv = self.qkv(x)
         if self.qkv.bias is not None:
-            qkv = _mask_tokens(qkv, call)
-        mixed = self._mix(self._convolve(qkv, call), beta, decay, call)
-        return self._project(x, mixed.flatten(2), call)
+            qkv = mask_tokens(qkv, clip)
+        mixed = self._mix(self._convolve(qkv, clip), beta, decay, clip)
+        return self._project(x, mixed.flatten(2), clip)
 
     def extra_repr(self) -> str:
         """Return the options that differ from their defaults, and the rank if a context is attached."""
@@ -181,16 +171,34 @@ class FrameGDNBlock(ContextParallelModule):
         super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
         return self
 
-    def _call(
+    def _clip(
         self,
         x: Tensor,
         grid: Grid,
         chunk_starts: Sequence[int] | None,
         frame_valid: Tensor | None,
         partition: FramePartition | None,
-    ) -> Call:
-        """Check every argument. Reads no device data and communicates nothing."""
-        grid = _check_grid(grid)
+    ) -> Clip:
+        """Check every argument, before anything is computed or sent. An error of one rank is an error on all."""
+        context = self.context
+        if context is None or context.is_trivial:
+            return self._checked(x, grid, chunk_starts, frame_valid, partition)
+        try:
+            return self._checked(x, grid, chunk_starts, frame_valid, partition)
+        except (ValueError, TypeError, RuntimeError) as error:
+            first = "halo_exchange" if self.config.conv_size > 1 else "cp_frame_gdn"
+            raise_on_all_ranks(error, first, context, self.proj.weight.device)
+
+    def _checked(
+        self,
+        x: Tensor,
+        grid: Grid,
+        chunk_starts: Sequence[int] | None,
+        frame_valid: Tensor | None,
+        partition: FramePartition | None,
+    ) -> Clip:
+        """Check every argument without reading device data."""
+        grid = check_grid(grid)
         checks.require_rank("x", x, "B, N, C")
         tokens = grid[0] * grid[1] * grid[2]
         checks.require_shape("x", x, "B, N = F*h*w, C = dim", (x.shape[0], tokens, self.config.dim))
@@ -202,26 +210,26 @@ class FrameGDNBlock(ContextParallelModule):
         if chunk_starts is not None and not self.has_chunks:
             raise ValueError(f"chunk_starts must be None for {type(self).__name__}, which has no chunks")
         interior = checks.as_chunk_starts(chunk_starts, shard.total)
-        valid = _check_frame_valid(frame_valid, x, grid[0])
-        return Call(grid, valid, interior, shard)
+        valid = check_frame_valid(frame_valid, x, grid[0])
+        return Clip(grid, valid, interior, shard)
 
-    def _convolve(self, qkv: Tensor, call: Call) -> Tensor:
+    def _convolve(self, qkv: Tensor, clip: Clip) -> Tensor:
         """Convolve what the configuration says, ``[B, N, 3C]`` to ``[B, N, 3, H, D]``; one exchange for all of it."""
         batch, tokens, _ = qkv.shape
         heads, width = self.config.heads, self.config.head_dim
-        frames, rows, columns = call.grid
+        frames, rows, columns = clip.grid
         layers = {i: layer for i, layer in enumerate(self._convolutions()) if layer is not None}
         if layers:
             parts = list(qkv.reshape(batch, frames, rows * columns, 3, self.config.dim).unbind(3))
-            extended, window = self._with_halo([parts[i] for i in layers], call)
+            extended, window = self._with_halo([parts[i] for i in layers], clip)
             for (i, layer), part in zip(layers.items(), extended, strict=True):
                 parts[i] = layer(part, window)
             qkv = torch.stack(parts, 3)
         return qkv.reshape(batch, tokens, 3, heads, width)
 
-    def _with_halo(self, parts: Sequence[Tensor], call: Call) -> tuple[Sequence[Tensor], ConvWindow]:
+    def _with_halo(self, parts: Sequence[Tensor], clip: Clip) -> tuple[Sequence[Tensor], ConvWindow]:
         """Extend tensors ``[B, F, S, C]`` by the frames of other ranks that their convolutions read."""
-        reach, ahead, shard = self.config.conv_size - 1, self.direction.reads_future, call.shard
+        reach, ahead, shard = self.config.conv_size - 1, self.direction.reads_future, clip.shard
         before, after = (reach, reach if ahead else 0) if shard.context is not None else (0, 0)
         if shard.context is not None and shard.partition is not None and reach:
             joined = halo_exchange(torch.cat(list(parts), -1), before, after, 1, shard.context, shard.partition)
@@ -229,21 +237,21 @@ class FrameGDNBlock(ContextParallelModule):
         if not shard.frames:
             before = after = 0  # a rank without frames serves halos and has none
         seen = None
-        if ahead and call.chunk_starts:
-            seen = same_chunk(call.chunk_starts, shard.first, shard.frames, reach, parts[0].device)
+        if ahead and clip.chunk_starts:
+            seen = same_chunk(clip.chunk_starts, shard.first, shard.frames, reach, parts[0].device)
         return parts, ConvWindow(before, after, ahead, seen)
 
-    def _mix(self, qkv: Tensor, beta: Tensor, decay: Tensor, call: Call) -> Tensor:
+    def _mix(self, qkv: Tensor, beta: Tensor, decay: Tensor, clip: Clip) -> Tensor:
         """Run the recurrence, here or over the ranks; ``[B, N, H, D]``."""
-        config, shard = self.config, call.shard
+        config, shard = self.config, clip.shard
         options: dict[str, Any] = {
-            "rope": self._rotation(call, qkv.device),
+            "rope": self._rotation(clip, qkv.device),
             "q_norm_weight": None if self.q_norm is None else self.q_norm.weight,
             "k_norm_weight": None if self.k_norm is None else self.k_norm.weight,
-            "k_scale": key_scale(config.key_scale, config.head_dim, call.grid),
+            "k_scale": key_scale(config.key_scale, config.head_dim, clip.grid),
             "direction": self.direction,
-            "chunk_starts": call.chunk_starts or None,
-            "frame_valid": call.frame_valid,
+            "chunk_starts": clip.chunk_starts or None,
+            "frame_valid": clip.frame_valid,
             "norm_eps": config.norm_eps,
             "eps": config.eps,
             "precision": config.precision,
@@ -253,21 +261,21 @@ class FrameGDNBlock(ContextParallelModule):
             return frame_gdn(qkv, beta, decay, **options).output
         return cp_frame_gdn(qkv, beta, decay, context=shard.context, partition=shard.partition, **options).output
 
-    def _rotation(self, call: Call, device: torch.device) -> RotaryTables | None:
+    def _rotation(self, clip: Clip, device: torch.device) -> RotaryTables | None:
         """Make the rotary tables at the global positions of the local frames."""
         if self.config.rope_theta is None:
             return None
         return rotary_tables(
-            call.grid, self.config.head_dim, theta=self.config.rope_theta, frame_offset=call.shard.first, device=device
+            clip.grid, self.config.head_dim, theta=self.config.rope_theta, frame_offset=clip.shard.first, device=device
         )
 
-    def _project(self, x: Tensor, mixed: Tensor, call: Call) -> Tensor:
+    def _project(self, x: Tensor, mixed: Tensor, clip: Clip) -> Tensor:
         """Gate the mixed tokens ``[B, N, C]`` and project them."""
         dtype = mixed.dtype if torch.is_autocast_enabled(x.device.type) else self.proj.weight.dtype
         if self.output_gate is not None:
             mixed = gate_output(mixed, self.output_gate(x), dtype)
         projected: Tensor = self.proj(mixed.to(dtype))
-        return _mask_tokens(projected, call)
+        return mask_tokens(projected, clip)
 
     def _convolutions(self) -> tuple[TemporalConv | None, TemporalConv | None, TemporalConv | None]:
         return self.conv_q, self.conv_k, self.conv_v
@@ -335,43 +343,3 @@ class ChunkCausalGDN(FrameGDNBlock):
 
     direction = Direction.BIDIRECTIONAL
     has_chunks = True
-
-
-def _check_grid(grid: object) -> Grid:
-    if (
-        not isinstance(grid, tuple | list)
-        or len(grid) != 3
-        or any(isinstance(size, bool) or not isinstance(size, int) for size in grid)
-    ):
-        raise TypeError(f"grid must be three ints (F, h, w), got {grid!r}")
-    if min(grid) < 0:
-        raise ValueError(f"grid must be three sizes >= 0, got {tuple(grid)}")
-    return grid[0], grid[1], grid[2]
-
-
-def _check_frame_valid(frame_valid: Tensor | None, x: Tensor, frames: int) -> Tensor | None:
-    """Return the mask as ``[B, F]`` bool."""
-    if frame_valid is None:
-        return None
-    checks.require_tensor("frame_valid", frame_valid)
-    batch = x.shape[0]
-    if tuple(frame_valid.shape) not in ((batch, frames), (batch, 1, frames), (batch, 1, frames, 1, 1)):
-        raise ValueError(
-            f"frame_valid must have shape [B, F] = [{batch}, {frames}], [B, 1, F] or [B, 1, F, 1, 1], "
-            f"got {list(frame_valid.shape)}"
-        )
-    checks.require_dtype("frame_valid", frame_valid, (torch.bool, *checks.FLOATING))
-    checks.require_device("frame_valid", frame_valid, x.device, "x")
-    if frame_valid.requires_grad:
-        raise ValueError("frame_valid must not require a gradient")
-    return frame_valid.reshape(batch, frames) != 0
-
-
-def _mask_tokens(x: Tensor, call: Call) -> Tensor:
-    """Put zeros into the tokens of invalid frames; ``x [B, N, C]``."""
-    if call.frame_valid is None:
-        return x
-    batch, tokens, channels = x.shape
-    invalid = ~call.frame_valid[:, :, None, None]
-    x = x.reshape(batch, call.grid[0], call.grid[1] * call.grid[2], channels)
-    return x.masked_fill(invalid, 0).reshape(batch, tokens, channels)

@@ -9,7 +9,7 @@ averages them and the loss is weighted for that (`reduce_loss`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gdn_cp import CPContext, FramePartition
 from gdn_cp.collectives import all_reduce_sum
+from gdn_cp.handshake import agree
 from gdn_kernels import checks
 from gdn_models.gates import wide_dtype
 
@@ -90,6 +91,26 @@ class ContextParallelModule(nn.Module):
         if context.is_trivial:
             return Shard(0, frames, frames, None, None)
         return Shard(partition.starts[context.rank], frames, partition.total, context, partition)
+
+
+def raise_on_all_ranks(error: Exception, op: str, context: CPContext, device: torch.device) -> NoReturn:
+    """Raise this rank's error on every rank of the context, instead of leaving the others to wait for this one.
+
+    Args:
+        error: what a check of this rank's arguments raised.
+        op: the operation of gdn_cp that the other ranks go on to.
+        context: the ranks.
+        device: where the message travels.
+
+    Communication: the comparison that ``op`` makes the first time it is called on a group. Later errors are raised here
+        alone, unless the context has ``validate="always"``; the others then wait for their group's time limit.
+    """
+
+    def fail() -> NoReturn:
+        raise error
+
+    agree(op, context, device, fail)
+    raise error
 
 
 def apply_context_parallel(model: _Model, context: CPContext | None, partition: FramePartition | None = None) -> _Model:
