@@ -68,7 +68,9 @@ def make(session: nox.Session, *packages: str, only: tuple[str, ...] = ()) -> Pa
 def pytest(session: nox.Session, folder: str, **environment: str) -> None:
     """Run the tests of a folder; arguments after ``--`` may leave none of them, which is no failure then."""
     found_none = [5] if session.posargs else []
-    session.run("pytest", *TIMEOUT, folder, *session.posargs, env={**ONE_THREAD, **environment}, success_codes=[0, *found_none])
+    session.run(
+        "pytest", *TIMEOUT, folder, *session.posargs, env={**ONE_THREAD, **environment}, success_codes=[0, *found_none]
+    )
 
 
 @nox.session

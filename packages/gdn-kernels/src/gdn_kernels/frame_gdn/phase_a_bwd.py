@@ -44,11 +44,11 @@ def load_vector(x_ptr, o_d, D: tl.constexpr):
 #   g_ptr, da_ptr  [B, H, F, D, D]      z_*_ptr  [B, H, F+1, D]      lz_*_ptr  [B, H, F, D]
 #   u_ptr  [blocks, B, N, H], dbeta likewise [blocks, ...]      dw_ptr  [B*F, shares, H, D]
 @triton.jit(do_not_specialize=["F", "S", "H", "skb", "skn", "skh", "svb", "svn", "svh", "sdb", "sdn", "sdh",
-                               "seb", "sen", "seh"])  # fmt: skip
+                               "svgb", "svgn", "svgh"])  # fmt: skip
 def phase_a_bwd_kernel(
     k_ptr, v_ptr, dk_ptr, dv_ptr, beta_ptr, dbeta_ptr, u_ptr, dw_ptr, rho_ptr, w_ptr, cos_ptr, sin_ptr, decay_ptr,
     g_ptr, da_ptr, z_forward_ptr, z_reverse_ptr, lz_forward_ptr, lz_reverse_ptr,
-    F, S, H, k_scale, skb, skn, skh, skd, svb, svn, svh, svd, sdb, sdn, sdh, sdd, seb, sen, seh, sed,
+    F, S, H, k_scale, skb, skn, skh, skd, svb, svn, svh, svd, sdb, sdn, sdh, sdd, svgb, svgn, svgh, svgd,
     D: tl.constexpr, FEATURES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_Z: tl.constexpr, HAS_FORWARD: tl.constexpr, HAS_REVERSE: tl.constexpr,
     ALIGN: tl.constexpr, OPERAND: tl.constexpr, DOT: tl.constexpr,
@@ -61,7 +61,7 @@ def phase_a_bwd_kernel(
     k_ptr += (i_b * skb + i_h * skh + i_f * S * skn) * ALIGN
     v_ptr += (i_b * svb + i_h * svh + i_f * S * svn) * ALIGN
     dk_ptr += (i_b * sdb + i_h * sdh + i_f * S * sdn) * ALIGN
-    dv_ptr += (i_b * seb + i_h * seh + i_f * S * sen) * ALIGN
+    dv_ptr += (i_b * svgb + i_h * svgh + i_f * S * svgn) * ALIGN
     beta_ptr += i_frame * S
     i_tokens = tl.num_programs(0).to(tl.int64) * S * i_row  # where this channel block keeps its partial row sums
     dbeta_ptr += i_tokens + i_frame * S
@@ -74,8 +74,8 @@ def phase_a_bwd_kernel(
     skn *= ALIGN
     svn *= ALIGN
     sdn *= ALIGN
-    sen *= ALIGN
-    far_k, far_v, far_d, far_e = skn.to(tl.int64), svn.to(tl.int64), sdn.to(tl.int64), sen.to(tl.int64)
+    svgn *= ALIGN
+    far_k, far_v, far_d, far_e = skn.to(tl.int64), svn.to(tl.int64), sdn.to(tl.int64), svgn.to(tl.int64)
     o_row = i_row * BLOCK_D + tl.arange(0, BLOCK_D)
     w_row = load_weight(w_ptr, i_h, o_row, D, HAS_WEIGHT, BLOCK_D)
     decay = tl.load(decay_ptr + i_frame)
@@ -149,7 +149,7 @@ def phase_a_bwd_kernel(
                     operand(v_j, OPERAND, DOT), load_matrix(da_ptr, o_j, o_row, 1, D, D), va, input_precision=DOT
                 )
                 dv = tl.dot(k_j, load_matrix(da_ptr, o_j, o_row, D, 1, D), dv, input_precision=DOT)
-        store_tile(dv_ptr + s * far_e, dv * beta[:, None], o_s, o_row, m_s, sen, sed, D)
+        store_tile(dv_ptr + s * far_e, dv * beta[:, None], o_s, o_row, m_s, svgn, svgd, D)
         # loaded and turned again: holding these tiles over the products costs more registers than there are
         x = load_tile(k_ptr + s * far_k, o_s, o_row, m_s, skn, skd, D, BLOCK_D)
         kr = feature(x, w_row, FEATURES) * scale[:, None]
