@@ -41,7 +41,7 @@ assert not torch.cuda.is_initialized()
 
 def test_import_and_a_training_step_need_neither_triton_nor_cuda() -> None:
     """FC-I07: a named impl that cannot run raises."""
-    assert 'impl="triton" is not in this release' in run_fresh(PROGRAM)
+    assert 'impl="triton" needs tensors on a GPU, got cpu; use impl="torch"' in run_fresh(PROGRAM)
 
 
 def test_import_brings_no_triton_of_its_own() -> None:

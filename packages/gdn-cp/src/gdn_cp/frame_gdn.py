@@ -33,7 +33,7 @@ from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
-_INPUTS = len(FrameInputs._fields)
+_INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 _Checked = tuple[FrameInputs, FrameOptions, FrameBoundary]
 _Prepared = tuple[FrameInputs, FrameBoundary, RankPlan]
 
@@ -336,25 +336,27 @@ class _CPFrameGDN(torch.autograd.Function):
         ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
-        own = passes.publish(plan, inputs, initial)
+        run = stages.begin(inputs, plan.options)
+        own = passes.publish(plan, run.summary, initial)
         gathered = collectives.all_gather(own, context, f"{op} forward")
         entry, final = passes.entries(plan, gathered, initial)
-        result, denominator, _ = stages.apply(inputs, plan.options, entry)
+        result, denominator, saved = run.finish(entry)
         kept = plan.transition_layout().offsets[-1]
         transitions = gathered[:, :kept] if plan.save_transitions else own[None, :kept]
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *entry, transitions.clone(), own[:kept].clone())
+        ctx.save_for_backward(transitions.clone(), own[:kept].clone(), *inputs, *entry, *saved)
         return result, denominator, *final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         plan: RankPlan = ctx.plan
-        *saved, transitions, own = ctx.saved_tensors
-        inputs, entry = FrameInputs._make(saved[:_INPUTS]), FrameBoundary(*saved[_INPUTS:])
+        transitions, own, *tensors = ctx.saved_tensors
+        inputs, entry = FrameInputs._make(tensors[:_INPUTS]), FrameBoundary(*tensors[_INPUTS : _INPUTS + _ENTRY])
         dresult, ddenominator, *dfinal = gradients
-        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator)
+        saved = tensors[_INPUTS + _ENTRY :]
+        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
         buffer = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), own)
         gathered = collectives.all_gather(buffer, ctx.context, f"{ctx.op} backward")
         exits, dinitial = passes.exit_gradients(plan, gathered, transitions)

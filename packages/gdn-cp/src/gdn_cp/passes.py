@@ -6,6 +6,7 @@ A pass is publish, gather, fold, run. `gdn_cp.frame_gdn` puts a collective in be
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from torch import Tensor
 from gdn_cp import affine
 from gdn_cp.affine import AffineMap
 from gdn_cp.wire import WireLayout
-from gdn_kernels.frame_gdn import stages
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
+from gdn_kernels.types import FrameBoundary, FrameOptions, FrameSummary, Impl
 
 _FORWARD, _REVERSE, _TRANSITION, _FINAL = "forward", "reverse", "transition", "final"
 
@@ -79,9 +79,8 @@ class RankPlan:
         return WireLayout(tuple(names), tuple(shapes), self.dtype)
 
 
-def publish(plan: RankPlan, inputs: FrameInputs, initial: tuple[Tensor | None, Tensor | None]) -> Tensor:
+def publish(plan: RankPlan, summary: FrameSummary, initial: tuple[Tensor | None, Tensor | None]) -> Tensor:
     """Return what this rank sends forward: its affine maps. Rank 0 folds the initial state into its increment."""
-    summary = stages.summarize(inputs, plan.options)
     blocks: dict[str, Tensor | None] = {"transition_kv": summary.transition_kv, "transition_z": summary.transition_z}
     blocks.update(zip(("forward_kv", "forward_z", "reverse_kv", "reverse_z"), summary.increment, strict=True))
     if plan.rank == 0 and plan.has_initial:
@@ -107,20 +106,13 @@ def entries(
     final: dict[str, Tensor] = {}
     for stream in plan.streams:
         if _FORWARD in plan.directions:
-            maps = _maps(blocks, _FORWARD, stream, range(plan.size if plan.has_final else plan.rank))
-            zero = torch.zeros_like(_columns(blocks[f"forward_{stream}"][0], stream))
-            states = affine.states_between(maps, zero)
-            entry[f"forward_{stream}"] = _shaped(states[plan.rank], stream)
+            states = _fold(plan, blocks, _FORWARD, stream, range(plan.size if plan.has_final else plan.rank))
+            entry[f"forward_{stream}"] = states[plan.rank]
             if plan.has_final:
-                final[stream] = _shaped(states[plan.size], stream)
+                final[stream] = states[plan.size].clone()  # it leaves, and may be written to
         if _REVERSE in plan.directions:
             later = range(plan.size - 1, plan.rank, -1)
-            maps = [
-                _reverse(m, plan.has_reset[r])
-                for m, r in zip(_maps(blocks, _REVERSE, stream, later), later, strict=True)
-            ]
-            zero = torch.zeros_like(_columns(blocks[f"reverse_{stream}"][0], stream))
-            entry[f"reverse_{stream}"] = _shaped(affine.fold(maps, zero), stream)
+            entry[f"reverse_{stream}"] = _fold(plan, blocks, _REVERSE, stream, later, transposed=True)[-1]
     if plan.rank == 0 and plan.has_initial:
         for stream, state in zip(("kv", "z"), initial, strict=True):
             if state is not None:
@@ -158,34 +150,43 @@ def exit_gradients(
     initial: dict[str, Tensor] = {}
     for stream in plan.streams:
         if _FORWARD in plan.directions:
-            zero = torch.zeros_like(_columns(blocks[f"forward_{stream}"][0], stream))
-            total = _columns(blocks[f"final_{stream}"].sum(0), stream) if plan.has_final else zero
+            total = blocks[f"final_{stream}"].sum(0) if plan.has_final else None
             stop = -1 if plan.rank == 0 and plan.has_initial else plan.rank
-            later = range(plan.size - 1, stop, -1)
-            maps = [_reverse(m, False) for m in _maps(blocks, _FORWARD, stream, later)]
-            states = affine.states_between(maps, total)
-            exit_[f"forward_{stream}"] = _shaped(states[plan.size - 1 - plan.rank], stream)
+            states = _fold(plan, blocks, _FORWARD, stream, range(plan.size - 1, stop, -1), total, transposed=True)
+            exit_[f"forward_{stream}"] = states[plan.size - 1 - plan.rank]
             if plan.has_initial:
-                own = plan.rank == 0
-                initial[stream] = _shaped(states[plan.size], stream) if own else _shaped(torch.zeros_like(zero), stream)
+                initial[stream] = states[plan.size] if plan.rank == 0 else torch.zeros_like(states[0])
         if _REVERSE in plan.directions:
-            zero = torch.zeros_like(_columns(blocks[f"reverse_{stream}"][0], stream))
-            earlier = range(plan.rank)
-            maps = [
-                AffineMap(torch.zeros_like(m.transition) if plan.has_reset[r] else m.transition, m.increment)
-                for m, r in zip(_maps(blocks, _REVERSE, stream, earlier), earlier, strict=True)
-            ]
-            exit_[f"reverse_{stream}"] = _shaped(affine.fold(maps, zero), stream)
+            exit_[f"reverse_{stream}"] = _fold(plan, blocks, _REVERSE, stream, range(plan.rank))[-1]
     return _boundary(exit_), (initial.get("kv"), initial.get("z"))
 
 
-def _maps(blocks: dict[str, Tensor], kind: str, stream: str, ranks: range) -> list[AffineMap]:
+def _fold(
+    plan: RankPlan,
+    blocks: dict[str, Tensor],
+    kind: str,
+    stream: str,
+    order: range,
+    start: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Sequence[Tensor]:
+    """Return the states before, between and after the maps of the ranks in ``order``, from ``start`` (None: zero).
+
+    In the reverse direction a rank with a chunk start hands on nothing of what it was given.
+    """
     transition, increment = blocks[f"transition_{stream}"], blocks[f"{kind}_{stream}"]
-    return [AffineMap(transition[r], _columns(increment[r], stream)) for r in ranks]
+    dropped = tuple(r for r in range(plan.size) if plan.has_reset[r]) if kind == _REVERSE else ()
+    if plan.options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.fold import fold
 
-
-def _reverse(m: AffineMap, has_reset: bool) -> AffineMap:
-    return AffineMap(torch.zeros_like(m.transition) if has_reset else m.transition.mT, m.increment)
+        return fold(transition, increment, start, order, transposed=transposed, dropped=dropped).unbind(0)
+    maps = []
+    for r in order:
+        factor = torch.zeros_like(transition[r]) if r in dropped else transition[r]
+        maps.append(AffineMap(factor.mT if transposed else factor, _columns(increment[r], stream)))
+    first = torch.zeros_like(increment[0]) if start is None else start
+    return [_shaped(x, stream) for x in affine.states_between(maps, _columns(first, stream))]
 
 
 def _columns(x: Tensor, stream: str) -> Tensor:

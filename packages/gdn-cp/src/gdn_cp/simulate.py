@@ -23,7 +23,7 @@ from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
-_FIELDS = len(FrameInputs._fields)
+_FIELDS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 _SLOTS = _FIELDS + 2
 _DEFAULTS: dict[str, Any] = dict(
     rope=None, q_norm_weight=None, k_norm_weight=None, k_scale=1.0, direction="forward", chunk_starts=None,
@@ -134,35 +134,40 @@ class _Lockstep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plans: list[RankPlan], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ranks = [_of_rank(tensors, plan.rank) for plan in plans]
-        own = [passes.publish(plan, inputs, initial) for plan, (inputs, initial) in zip(plans, ranks, strict=True)]
-        gathered = torch.stack(own)
+        runs = [stages.begin(inputs, plan.options) for plan, (inputs, _) in zip(plans, ranks, strict=True)]
+        gathered = torch.stack(
+            [
+                passes.publish(plan, run.summary, initial)
+                for plan, run, (_, initial) in zip(plans, runs, ranks, strict=True)
+            ]
+        )
         outputs: list[Tensor | None] = []
-        entries: list[Tensor | None] = []
-        for plan, (inputs, initial) in zip(plans, ranks, strict=True):
+        kept: list[Tensor | None] = []
+        for plan, run, (_, initial) in zip(plans, runs, ranks, strict=True):
             entry, final = passes.entries(plan, gathered, initial)
-            result, denominator, _ = stages.apply(inputs, plan.options, entry)
+            result, denominator, saved = run.finish(entry)
             outputs += [result, denominator, *final]
-            entries += entry
+            kept += [*entry, *saved]
         ctx.plans, ctx.set = plans, len(tensors)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *entries, gathered[:, : plans[0].transition_layout().offsets[-1]].clone())
+        transitions = gathered[:, : plans[0].transition_layout().offsets[-1]].clone()
+        ctx.save_for_backward(transitions, *tensors, *kept)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         plans: list[RankPlan] = ctx.plans
-        tensors, entries, transitions = (
-            ctx.saved_tensors[: ctx.set],
-            ctx.saved_tensors[ctx.set : -1],
-            ctx.saved_tensors[-1],
-        )
+        transitions, *saved = ctx.saved_tensors
+        tensors, kept = saved[: ctx.set], saved[ctx.set :]
+        share = len(kept) // len(plans)
         adjoints, buffers = [], []
         for plan in plans:
             inputs, _ = _of_rank(tensors, plan.rank)
-            entry = FrameBoundary(*entries[4 * plan.rank : 4 * plan.rank + 4])
+            own = kept[share * plan.rank : share * (plan.rank + 1)]
+            entry = FrameBoundary(*own[:_ENTRY])
             dresult, ddenominator, dkv, dz = gradients[4 * plan.rank : 4 * plan.rank + 4]
-            adjoints.append(stages.adjoint(inputs, plan.options, entry, dresult, ddenominator))
+            adjoints.append(stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, own[_ENTRY:]))
             buffers.append(passes.publish_backward(plan, adjoints[-1].gamma, (dkv, dz), transitions[plan.rank]))
         gathered = torch.stack(buffers)
         found: list[Tensor | None] = [None]
