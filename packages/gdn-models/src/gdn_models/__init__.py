@@ -4,6 +4,7 @@ Importing this package needs neither CUDA nor Triton and does not initialise CUD
 """
 
 from gdn_models.__about__ import __version__
+from gdn_models.cache import CameraState, GDNState
 from gdn_models.chunks import chunk_schedule
 from gdn_models.config import FrameGDNConfig
 from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN, FrameGDN
@@ -11,9 +12,11 @@ from gdn_models.parallel import all_reduce_gradients, apply_context_parallel, re
 
 __all__ = [
     "BidirectionalGDN",
+    "CameraState",
     "ChunkCausalGDN",
     "FrameGDN",
     "FrameGDNConfig",
+    "GDNState",
     "__version__",
     "all_reduce_gradients",
     "apply_context_parallel",
