@@ -5,6 +5,7 @@ Importing this package needs neither CUDA nor Triton and does not initialise CUD
 
 from gdn_models.__about__ import __version__
 from gdn_models.cache import CameraState, GDNState
+from gdn_models.checkpoint import load_published, published_state_dict, state_from_published, state_to_published
 from gdn_models.chunks import chunk_schedule
 from gdn_models.config import FrameGDNConfig
 from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN, FrameGDN
@@ -21,5 +22,9 @@ __all__ = [
     "all_reduce_gradients",
     "apply_context_parallel",
     "chunk_schedule",
+    "load_published",
+    "published_state_dict",
     "reduce_loss",
+    "state_from_published",
+    "state_to_published",
 ]
