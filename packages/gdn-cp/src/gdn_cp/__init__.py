@@ -5,6 +5,11 @@ Importing this package needs neither CUDA nor Triton and does not initialise CUD
 
 from gdn_cp import simulate
 from gdn_cp.__about__ import __version__
+from gdn_cp.adapters import (
+    CpFusedTransitionBundle,
+    cp_scan_states_to_phase_c_states,
+    phase_a_to_cp_scan_transitions,
+)
 from gdn_cp.affine import AffineMap
 from gdn_cp.collectives import count_exchanges
 from gdn_cp.context import CPContext
@@ -16,13 +21,16 @@ from gdn_cp.partition import FramePartition
 __all__ = [
     "AffineMap",
     "CPContext",
+    "CpFusedTransitionBundle",
     "FramePartition",
     "__version__",
     "count_exchanges",
     "cp_frame_gdn",
     "cp_frame_gdn_numerator",
     "cp_frame_gdn_raw",
+    "cp_scan_states_to_phase_c_states",
     "halo_exchange",
     "join_backward",
+    "phase_a_to_cp_scan_transitions",
     "simulate",
 ]
