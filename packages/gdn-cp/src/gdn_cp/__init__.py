@@ -14,6 +14,7 @@ from gdn_cp.affine import AffineMap
 from gdn_cp.collectives import count_exchanges
 from gdn_cp.context import CPContext
 from gdn_cp.frame_gdn import cp_frame_gdn, cp_frame_gdn_numerator, cp_frame_gdn_raw
+from gdn_cp.frame_scan import CpFrameGdnScanResult, cp_frame_gdn_scan
 from gdn_cp.halo import halo_exchange
 from gdn_cp.loss import join_backward
 from gdn_cp.partition import FramePartition
@@ -21,6 +22,7 @@ from gdn_cp.partition import FramePartition
 __all__ = [
     "AffineMap",
     "CPContext",
+    "CpFrameGdnScanResult",
     "CpFusedTransitionBundle",
     "FramePartition",
     "__version__",
@@ -28,6 +30,7 @@ __all__ = [
     "cp_frame_gdn",
     "cp_frame_gdn_numerator",
     "cp_frame_gdn_raw",
+    "cp_frame_gdn_scan",
     "cp_scan_states_to_phase_c_states",
     "halo_exchange",
     "join_backward",
