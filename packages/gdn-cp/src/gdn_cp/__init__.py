@@ -15,6 +15,11 @@ from gdn_cp.collectives import count_exchanges
 from gdn_cp.context import CPContext
 from gdn_cp.frame_gdn import cp_frame_gdn, cp_frame_gdn_numerator, cp_frame_gdn_raw
 from gdn_cp.frame_scan import CpFrameGdnScanResult, cp_frame_gdn_scan
+from gdn_cp.fused import (
+    CpFusedGdnRawResult,
+    cp_fused_cam_gdn_num_autograd,
+    cp_fused_gdn_chunkwise_raw_autograd,
+)
 from gdn_cp.halo import halo_exchange
 from gdn_cp.loss import join_backward
 from gdn_cp.partition import FramePartition
@@ -23,6 +28,7 @@ __all__ = [
     "AffineMap",
     "CPContext",
     "CpFrameGdnScanResult",
+    "CpFusedGdnRawResult",
     "CpFusedTransitionBundle",
     "FramePartition",
     "__version__",
@@ -31,6 +37,8 @@ __all__ = [
     "cp_frame_gdn_numerator",
     "cp_frame_gdn_raw",
     "cp_frame_gdn_scan",
+    "cp_fused_cam_gdn_num_autograd",
+    "cp_fused_gdn_chunkwise_raw_autograd",
     "cp_scan_states_to_phase_c_states",
     "halo_exchange",
     "join_backward",

@@ -295,7 +295,7 @@ class _Scan(torch.autograd.Function):
                 states = affine.states_between(maps, entry[stream])
                 states += states[-1:] * (like.shape[1] - plan.active)
                 results.append(_stack([_border(x, stream) for x in states[1:]], like))
-            results += [_border(final[s], s).to(given[0].dtype) if final else None for s in plan.streams]
+            results += [_border(final[s], s).to(given[0].dtype).contiguous() if final else None for s in plan.streams]
             saved += [*given, *entry.values(), *plan.kept(gathered, buffer)]
         ctx.plans, ctx.exchange = plans, exchange
         ctx.set_materialize_grads(False)
