@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gdn_cp.fused_pass import FusedCall, FusedResult, fused_plan, run_fused
+from gdn_cp.fused_steps import half_tables
+from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 
 B, H, D, S = 2, 2, 4, 3
 DIMS = {"qkv": 1, "q": 3, "k": 3, "v": 3, "beta": 2, "decay": 2, "rope_cos": 0, "rope_sin": 0, "rope_cos_q": 0,
@@ -194,3 +199,44 @@ def eager_camera(case: Case, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out.append(state @ q[:, :, :, f])
     results = {"out": torch.cat(out, 3)}
     return results if case.truncate is None else results | {"terminal_state_kv": state.reshape(B * H, D, D)}
+
+
+def stack(buffers: list[Tensor], label: str) -> Tensor:
+    return torch.stack(buffers)
+
+
+def simulate(
+    case: Case, ranks: list[dict[str, Tensor]], save_transitions: bool = True, impl: str = "torch"
+) -> list[FusedResult]:
+    """Run the pass of the case in this process, with one dict of published arguments per rank."""
+    calls = []
+    for rank, x in enumerate(ranks):
+        common: dict[str, Any] = dict(direction="forward", chunk_starts=None, frame_valid=None, initial_state=None,
+                                      output_final_state=False, precision="ieee", impl=impl)  # fmt: skip
+        if case.camera:
+            qkv = [x[name].permute(0, 3, 1, 2) for name in ("q", "k", "v")]
+            inputs, options, _ = numerator_arguments(*qkv, x["beta"], x["decay"], **common)
+        else:
+            inputs, options, _ = frame_gdn_arguments(
+                x["qkv"], x["beta"], x["decay"], rope=half_tables(x["rope_cos"], x["rope_sin"]),
+                q_norm_weight=x.get("q_norm_weight"), k_norm_weight=x.get("k_norm_weight"), k_scale=0.6,
+                norm_eps=1e-5, eps=0.0, divide=False, **common,
+            )  # fmt: skip
+        final = case.truncate is not None
+        plan = fused_plan(inputs, options, (rank, len(ranks)), reverse=case.reverse, has_final=final,
+                          save_transitions=save_transitions)  # fmt: skip
+        calls.append(FusedCall(plan, inputs, options, recompute=True))
+    return run_fused(calls, stack, torch.empty(0))
+
+
+def named(case: Case, result: FusedResult) -> dict[str, Tensor]:
+    """Return a result under its published names and conventions."""
+    kv, z = result.final_kv, result.final_z
+    names = {"out": result.numerator.permute(0, 2, 3, 1)} if case.camera else {"num": result.numerator}
+    if result.denominator is not None:
+        names["den"] = result.denominator
+    if kv is not None:
+        names["terminal_state_kv"] = kv.mT.flatten(0, 1)
+    if z is not None:
+        names["terminal_state_z"] = z.flatten(0, 1)
+    return names

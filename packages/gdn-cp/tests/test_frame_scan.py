@@ -12,7 +12,6 @@ from ranks import run_ranks
 from torch import Tensor
 
 from gdn_cp import CPContext, CpFrameGdnScanResult, count_exchanges, cp_frame_gdn_scan, simulate
-from gdn_cp.frame_scan import active_frames
 
 BH, D = 3, 4
 NAMES = ("W_kv", "U_kv", "W_z", "U_z")
@@ -300,11 +299,6 @@ def test_errors():
         cp_frame_gdn_scan(W_kv, U_kv.to("meta"), W_z, U_z, one)
     with pytest.raises(ValueError, match=r"truncate_to_active needs the same T_local on every rank, got \[1, 2\]"):
         simulate.scan([tuple(clip(1)), tuple(clip(2))], truncate_to_active=2)
-
-
-def test_active_frames_are_counted_from_the_first_rank():
-    assert [active_frames(5, False, 3, rank, 4) for rank in range(4)] == [3, 2, 0, 0]
-    assert active_frames(None, True, 3, 1, 4) == 3
 
 
 @pytest.mark.ranks

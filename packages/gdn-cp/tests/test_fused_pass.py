@@ -7,53 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from published import Case
+from published import Case, named, simulate, stack
 from torch import Tensor
 
-from gdn_cp.fused_pass import FusedCall, FusedResult, fused_plan, mask_idle_frames, run_fused
-from gdn_cp.fused_steps import half_tables
+from gdn_cp.fused_pass import FusedCall, fused_plan, mask_idle_frames, run_fused
 from gdn_kernels.frame_gdn import stages
-from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
-
-
-def stack(buffers: list[Tensor], label: str) -> Tensor:
-    return torch.stack(buffers)
-
-
-def simulate(case: Case, ranks: list[dict[str, Tensor]], save_transitions: bool = True) -> list[FusedResult]:
-    """Run the case with one dict of published arguments per rank."""
-    calls = []
-    for rank, x in enumerate(ranks):
-        common: dict[str, Any] = dict(direction="forward", chunk_starts=None, frame_valid=None, initial_state=None,
-                                      output_final_state=False, precision="ieee", impl="torch")  # fmt: skip
-        if case.camera:
-            qkv = [x[name].permute(0, 3, 1, 2) for name in ("q", "k", "v")]
-            inputs, options, _ = numerator_arguments(*qkv, x["beta"], x["decay"], **common)
-        else:
-            inputs, options, _ = frame_gdn_arguments(
-                x["qkv"], x["beta"], x["decay"], rope=half_tables(x["rope_cos"], x["rope_sin"]),
-                q_norm_weight=x.get("q_norm_weight"), k_norm_weight=x.get("k_norm_weight"), k_scale=0.6,
-                norm_eps=1e-5, eps=0.0, divide=False, **common,
-            )  # fmt: skip
-        final = case.truncate is not None
-        plan = fused_plan(inputs, options, (rank, len(ranks)), reverse=case.reverse, has_final=final,
-                          save_transitions=save_transitions)  # fmt: skip
-        calls.append(FusedCall(plan, inputs, options, recompute=True))
-    return run_fused(calls, stack, torch.empty(0))
-
-
-def published(case: Case, result: FusedResult) -> dict[str, Tensor]:
-    """Return a result under its published names and conventions."""
-    kv, z = result.final_kv, result.final_z
-    names = {"out": result.numerator.permute(0, 2, 3, 1)} if case.camera else {"num": result.numerator}
-    if result.denominator is not None:
-        names["den"] = result.denominator
-    if kv is not None:
-        names["terminal_state_kv"] = kv.mT.flatten(0, 1)
-    if z is not None:
-        names["terminal_state_z"] = z.flatten(0, 1)
-    return names
-
+from gdn_kernels.frame_gdn.op import frame_gdn_arguments
 
 CUTS = ((2, 1, 2), (0, 3), (3, 0, 1), (1, 1, 0))
 CASES = [
@@ -70,7 +29,7 @@ def test_ranks_in_one_process_equal_the_transcription(case, save_transitions):
     """Uneven and empty ranks, both rank orders; the final state's gradients are summed over ranks."""
     ranks = [{n: case.cut(n, x, rank).clone() for n, x in case.tensors().items()} for rank in range(len(case.counts))]
     wanted = [{n: x.requires_grad_() for n, x in rank.items() if not n.startswith("rope")} for rank in ranks]
-    results = [published(case, x) for x in simulate(case, ranks, save_transitions)]
+    results = [named(case, x) for x in simulate(case, ranks, save_transitions)]
     loss = sum((case.rank_loss(rank, x) for rank, x in enumerate(results)), torch.zeros((), dtype=torch.float64))
     found = iter(torch.autograd.grad(loss, [x for rank in wanted for x in rank.values()]))
     case.compare([(x, {name: next(found) for name in names}) for x, names in zip(results, wanted, strict=True)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gdn_cp.collectives import ProcessGroup
 from gdn_cp.context import CPContext, as_context
-from gdn_cp.frame_scan import active_frames, over_ranks, run_scan
+from gdn_cp.frame_scan import run_scan
 from gdn_cp.fused_pass import FusedCall, fused_plan, mask_idle_frames, run_fused
 from gdn_cp.fused_steps import (
     _CpFusedGdnOutput,
@@ -26,6 +26,7 @@ from gdn_cp.fused_steps import (
     require_tokens,
 )
 from gdn_cp.handshake import Terms, agree
+from gdn_cp.scan_plan import active_frames, over_ranks
 from gdn_kernels import checks
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameInputs, FrameOptions
@@ -176,7 +177,7 @@ def cp_fused_gdn_chunkwise_raw_autograd(
         *operators, normed = _CpFusedGdnPrep.apply(
             qkv, beta, decay, q_norm_weight, k_norm_weight, rope_cos, rope_sin, F, S, k_scale, norm_eps, dot_precision
         )  # type: ignore[no-untyped-call]
-        plan = dataclasses.replace(call.plan, lead=(operators[0].shape[0],), active=active)
+        plan = dataclasses.replace(call.plan, lead=(operators[0].shape[0],), active=active, fold_kernel=False)
         S_kv, S_z, *terminal = run_scan([plan], exchange, tie, operators)[0]
         kv, z = terminal or (None, None)
         numerator, denominator = _CpFusedGdnOutput.apply(

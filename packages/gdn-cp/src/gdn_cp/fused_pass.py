@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gdn_cp.affine import AffineMap
-from gdn_cp.frame_scan import Exchange, ScanPlan
+from gdn_cp.scan_plan import Exchange, ScanPlan
 from gdn_kernels.frame_gdn import stages
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 _FIELDS = len(FrameInputs._fields)
 
@@ -61,6 +61,7 @@ def fused_plan(
     return ScanPlan(
         place[1], place[0], reverse, ("kv", "z") if options.has_z else ("kv",), (batch, heads),
         inputs.operands()[0].shape[-1], inputs.state_dtype, inputs.decay.device, has_final, frames, save_transitions,
+        fold_kernel=options.impl is Impl.TRITON,
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class _FusedPass(torch.autograd.Function):
             boundary = _boundary(entry)
             result, denominator, kept = run.finish(boundary)
             final_kv, final_z = _boundary(final)[:2]
-            results += [result, denominator, *(None if x is None else x.clone() for x in (final_kv, final_z))]
+            results += [result, denominator, final_kv, final_z]
             group = [*plan.kept(gathered, buffer), *boundary[:2], *inputs, *(() if recompute else kept)]
             saved += group
             lengths.append(len(group))
