@@ -20,7 +20,7 @@ from gdn_cp.fused import (
     cp_fused_cam_gdn_num_autograd,
     cp_fused_gdn_chunkwise_raw_autograd,
 )
-from gdn_cp.halo import halo_exchange
+from gdn_cp.halo import cp_halo_exchange, halo_exchange
 from gdn_cp.loss import join_backward
 from gdn_cp.partition import FramePartition
 
@@ -39,6 +39,7 @@ __all__ = [
     "cp_frame_gdn_scan",
     "cp_fused_cam_gdn_num_autograd",
     "cp_fused_gdn_chunkwise_raw_autograd",
+    "cp_halo_exchange",
     "cp_scan_states_to_phase_c_states",
     "halo_exchange",
     "join_backward",

@@ -91,7 +91,7 @@ def cp_frame_gdn_scan(
     context = as_context(group)
 
     def make() -> tuple[Terms, ScanPlan]:
-        plan = scan_plan((W_kv, U_kv, W_z, U_z), context, reverse, truncate_to_active)
+        plan = make_scan_plan((W_kv, U_kv, W_z, U_z), context, reverse, truncate_to_active)
         return plan.terms((W_kv, U_kv, W_z, U_z), truncate_to_active, W_kv.shape[1]), plan
 
     device = W_kv.device if isinstance(W_kv, Tensor) else None
@@ -100,7 +100,7 @@ def cp_frame_gdn_scan(
     return run_scan([plan], over_ranks(context, _OP), tie, (W_kv, U_kv, W_z, U_z))[0]
 
 
-def scan_plan(
+def make_scan_plan(
     given: tuple[Tensor, Tensor, Tensor, Tensor],
     context: CPContext,
     reverse: bool,

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from gdn_cp import passes
 from gdn_cp.context import CPContext
 from gdn_cp.frame_gdn import make_plan
-from gdn_cp.frame_scan import CpFrameGdnScanResult, run_scan, scan_plan
+from gdn_cp.frame_scan import CpFrameGdnScanResult, make_scan_plan, run_scan
 from gdn_cp.halo import HaloPlan
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -91,7 +91,8 @@ def scan(
     if truncate_to_active is not None and len(frames) > 1:
         raise ValueError(f"truncate_to_active needs the same T_local on every rank, got {sorted(frames)}")
     plans = [
-        scan_plan(shard, context, reverse, truncate_to_active, (rank, len(shards))) for rank, shard in enumerate(shards)
+        make_scan_plan(shard, context, reverse, truncate_to_active, (rank, len(shards)))
+        for rank, shard in enumerate(shards)
     ]
     tensors = [x for shard in shards for x in shard]
     return run_scan(plans, lambda buffers, label: torch.stack(buffers), torch.empty(0), tensors)
