@@ -14,7 +14,7 @@ from gdn_cp.fused_pass import FusedCall, FusedResult, fused_plan, run_fused
 from gdn_cp.fused_steps import half_tables
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 
-B, H, D, S = 2, 2, 4, 3
+B, H, D, S = 2, 3, 4, 5
 DIMS = {"qkv": 1, "q": 3, "k": 3, "v": 3, "beta": 2, "decay": 2, "rope_cos": 0, "rope_sin": 0, "rope_cos_q": 0,
         "rope_sin_q": 0}  # fmt: skip
 PER_TOKEN = ("qkv", "q", "k", "v", "rope_cos", "rope_sin", "rope_cos_q", "rope_sin_q")

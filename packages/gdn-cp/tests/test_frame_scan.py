@@ -251,6 +251,7 @@ def test_states_have_the_dtype_of_the_inputs_and_are_computed_in_fp32(dtype):
 
 
 def test_strided_inputs_and_a_second_backward():
+    """FC-A02, FC-A03, FC-S12."""
     given = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in clip(3)]
     for x, y in zip(cp_frame_gdn_scan(*given, CPContext.single()), eager(given, None), strict=False):
         close(x, y, y, 1e-12)
@@ -272,6 +273,7 @@ def test_result_of_four_fields_does_not_unpack_into_two():
 
 
 def test_errors():
+    """FC-D16: each refused combination, in the lowest public function."""
     W_kv, U_kv, W_z, U_z = clip(3)
     one = CPContext.single()
     with pytest.raises(NotImplementedError, match="truncate_to_active is for states that pass from the first rank"):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from published import B, Case, D, H, S
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gdn_cp.fused
 from gdn_cp import (
@@ -66,7 +67,7 @@ ONE_RANK = [
 
 @pytest.mark.parametrize("case", ONE_RANK, ids=str)
 def test_one_rank_equals_the_transcription(case):
-    """Norm weights in all combinations, query tables, both shapes of beta, truncation, unused results."""
+    """FC-A01, FC-A07: norm weights in all combinations, query tables, shapes of beta, truncation, unused results."""
     with count_exchanges() as seen:
         case.compare([on_rank(case, 0, ONE)])
     assert seen.total == 0
@@ -132,6 +133,41 @@ def test_ranks_that_disagree_on_use_checkpoint_and_on_gradients_still_meet():
         assert torch.allclose(grads[name], own, rtol=0, atol=1e-10 * float(expected[name].abs().max()))
 
 
+@pytest.mark.ranks
+def test_an_outer_checkpoint_repeats_one_exchange_in_the_same_order_on_all_ranks():
+    """FC-D14: plain activation checkpointing around two calls runs their forward exchanges again, nothing else."""
+    cases = [Case((1, 2), weights="qk"), Case((1, 2), camera=True, reverse=True)]
+
+    def worker(rank: int):
+        found, labels = [], []
+        for case in cases:
+            leaves = {n: case.cut(n, x, rank).clone() for n, x in case.tensors().items()}
+            wanted = {n: x.requires_grad_() for n, x in leaves.items() if not n.startswith("rope")}
+            with count_exchanges() as seen:
+                results = checkpoint(call, case, leaves, case.counts[rank], dist.group.WORLD, use_reentrant=False)
+                grads = torch.autograd.grad(case.rank_loss(rank, results), list(wanted.values()))
+            labels.append([label.split()[-1] for label in seen.labels])
+            found.append(({n: x.detach() for n, x in results.items()}, dict(zip(wanted, grads, strict=True))))
+        return found, labels
+
+    ranks = run_ranks(2, worker)
+    for i, case in enumerate(cases):
+        case.compare([found[i] for found, _ in ranks])
+    assert all(labels == [["forward", "forward", "backward"]] * 2 for _, labels in ranks)
+
+
+def test_inputs_are_left_alone():
+    """FC-A02: nothing writes into an input; two backward calls on one graph agree to the last bit."""
+    for case in (Case((3,), truncate=2), Case((3,), camera=True, truncate=2), Case((3,), query_tables=True)):
+        leaves = case.leaves()
+        copies = {n: x.detach().clone() for n, x in leaves.items()}
+        loss = case.rank_loss(0, call(case, leaves, 3, ONE))
+        wanted = [x for x in leaves.values() if x.requires_grad]
+        first, second = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+        assert all(torch.equal(x, copies[n]) for n, x in leaves.items())
+
+
 def test_truncated_frames_get_exact_zeros_and_read_the_last_active_state():
     case = Case((4,), truncate=2, weights="")
     given = case.tensors()
@@ -139,13 +175,13 @@ def test_truncated_frames_get_exact_zeros_and_read_the_last_active_state():
     leaves = {n: x if n.startswith("rope") else x.requires_grad_() for n, x in given.items()}
     results = call(case, leaves, 4, ONE)
     kv = results["terminal_state_kv"].view(B, H, D, D).mT
-    q = given["qkv"][:, 9:12, 0].clamp(min=0)
-    angle_cos, angle_sin = given["rope_cos"][9:12, None], given["rope_sin"][9:12, None]
+    q = given["qkv"][:, 3 * S :, 0].clamp(min=0)
+    angle_cos, angle_sin = given["rope_cos"][3 * S :, None], given["rope_sin"][3 * S :, None]
     qr = q * angle_cos + q[..., [1, 0, 3, 2]] * angle_sin
-    assert torch.allclose(results["num"][:, 9:12], torch.einsum("bshd,bhdv->bshv", qr, kv), rtol=1e-10, atol=1e-12)
+    assert torch.allclose(results["num"][:, 3 * S :], torch.einsum("bshd,bhdv->bshv", qr, kv), rtol=1e-10, atol=1e-12)
     sum(x.sum() for x in results.values()).backward()
-    assert not leaves["qkv"].grad[:, 6:, 1:].any()  # keys and values
-    assert leaves["qkv"].grad[:, 6:, 0].any()
+    assert not leaves["qkv"].grad[:, 2 * S :, 1:].any()  # keys and values
+    assert leaves["qkv"].grad[:, 2 * S :, 0].any()
     for name in ("beta", "decay"):
         assert not leaves[name].grad[:, :, 2:].any()
         assert torch.isfinite(leaves[name].grad).all()
@@ -229,18 +265,19 @@ def test_strided_inputs():
             assert torch.allclose(x, expected[name], rtol=1e-10, atol=1e-12)
 
 
+N = 3 * S
 MAIN_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"qkv": torch.rand(B, 9, 2, H, D)}, ValueError, r"qkv must have shape \[B, N, 3, H, D\], got \[2, 9, 2, 2, 4\]"),
-    ({"qkv": torch.rand(B, 9, H, D)}, ValueError, r"qkv must have shape \[B, N, 3, H, D\]"),
-    ({"qkv": torch.rand(B, 8, 3, H, D)}, ValueError, r"qkv must have N = F\*S = 3\*3 = 9 tokens, got 8"),
-    ({"qkv": torch.zeros(B, 9, 3, H, D, dtype=torch.int64)}, ValueError, "qkv must have dtype"),
+    ({"qkv": torch.rand(B, N, 2, H, D)}, ValueError, r"qkv must have shape \[B, N, 3, H, D\], got \[2, 15, 2, 3, 4\]"),
+    ({"qkv": torch.rand(B, N, H, D)}, ValueError, r"qkv must have shape \[B, N, 3, H, D\]"),
+    ({"qkv": torch.rand(B, 14, 3, H, D)}, ValueError, r"qkv must have N = F\*S = 3\*5 = 15 tokens, got 14"),
+    ({"qkv": torch.zeros(B, N, 3, H, D, dtype=torch.int64)}, ValueError, "qkv must have dtype"),
     ({"beta": torch.rand(B, H, 3)}, ValueError, r"beta must have shape \[B, H, F, S\]"),
     ({"decay": torch.rand(B, H, 2)}, ValueError, r"decay must have shape \[B, H, F\]"),
     ({"q_norm_weight": torch.rand(H)}, ValueError, r"q_norm_weight must have shape \[H\*D\]"),
-    ({"rope_cos": torch.rand(9, D // 2)}, ValueError, r"rope_cos must have shape \[N, D\] = \[9, 4\], got \[9, 2\]"),
+    ({"rope_cos": torch.rand(N, D // 2)}, ValueError, r"rope_cos must have shape \[N, D\] = \[15, 4\], got \[15, 2\]"),
     ({"rope_sin": None}, TypeError, "rope_sin must be a torch.Tensor"),
-    ({"rope_sin_q": torch.rand(8, D)}, ValueError, r"rope_sin_q must have shape \[N, D\]"),
-    ({"rope_cos": torch.zeros(9, D, dtype=torch.int64)}, ValueError, "rope_cos must have dtype"),
+    ({"rope_sin_q": torch.rand(N - 1, D)}, ValueError, r"rope_sin_q must have shape \[N, D\]"),
+    ({"rope_cos": torch.zeros(N, D, dtype=torch.int64)}, ValueError, "rope_cos must have dtype"),
     ({"k_scale": 0.0}, ValueError, "k_scale must be a finite number > 0"),
     ({"norm_eps": -1.0}, ValueError, "norm_eps must be a finite number >= 0"),
     ({"dot_precision": 3}, ValueError, r"dot_precision must be 0 \(bf16\), 1 \(tf32\) or 2 \(ieee\), got 3"),
@@ -267,13 +304,13 @@ def test_an_odd_head_width_has_no_pairs():
 
 
 CAMERA_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"k": torch.rand(B, H, D, 8)}, ValueError, r"q, k and v must have the same shape \[B, H, D, N\], got .*8\]"),
+    ({"k": torch.rand(B, H, D, N - 1)}, ValueError, r"q, k and v must have the same shape \[B, H, D, N\], got .*14\]"),
     ({"q": None}, TypeError, "q must be a torch.Tensor"),
-    ({"k": torch.rand(B, H, D, 9).double()}, ValueError, "k must have dtype float32, got float64"),
-    ({"S": 2}, ValueError, r"q must have N = F\*S = 3\*2 = 6 tokens, got 9"),
-    ({"beta": torch.rand(B, H)}, ValueError, r"beta must have shape \[B, H, F, S\] or \[B, H, F\], got \[2, 2\]"),
-    ({"beta": torch.rand(B, H, 2)}, ValueError, r"beta must have shape \[B, H, F\] = \[2, 2, 3\], got \[2, 2, 2\]"),
-    ({"beta": torch.rand(B, H, 3, 2)}, ValueError, r"beta must have shape \[B, H, F, S\] = \[2, 2, 3, 3\]"),
+    ({"k": torch.rand(B, H, D, N).double()}, ValueError, "k must have dtype float32, got float64"),
+    ({"S": 2}, ValueError, r"q must have N = F\*S = 3\*2 = 6 tokens, got 15"),
+    ({"beta": torch.rand(B, H)}, ValueError, r"beta must have shape \[B, H, F, S\] or \[B, H, F\], got \[2, 3\]"),
+    ({"beta": torch.rand(B, H, 2)}, ValueError, r"beta must have shape \[B, H, F\] = \[2, 3, 3\], got \[2, 3, 2\]"),
+    ({"beta": torch.rand(B, H, 3, 2)}, ValueError, r"beta must have shape \[B, H, F, S\] = \[2, 3, 3, 5\]"),
     ({"beta": 1.0}, TypeError, "beta must be a torch.Tensor"),
     ({"decay": torch.rand(B, H)}, ValueError, r"decay must have shape \[B, H, F\]"),
     ({"truncate_to_active": 4}, ValueError, "truncate_to_active must lie in"),
@@ -291,7 +328,7 @@ def test_camera_errors(changes, kind, text):
 
 def test_camera_operands_have_four_dims():
     x = torch.rand(B, H, D)
-    with pytest.raises(ValueError, match=r"q must have shape \[B, H, D, N\], got \[2, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"q must have shape \[B, H, D, N\], got \[2, 3, 4\]"):
         cp_fused_cam_gdn_num_autograd(x, x, x, torch.rand(B, H, 3), torch.rand(B, H, 3), F=3, S=S, group=ONE)
 
 

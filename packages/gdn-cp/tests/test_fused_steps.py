@@ -13,7 +13,7 @@ from gdn_cp import CPContext, cp_frame_gdn_scan, cp_fused_gdn_chunkwise_raw_auto
 from gdn_cp.fused import _CpFusedGdnOutput, _CpFusedGdnPrep
 from gdn_cp.fused_steps import half_tables
 
-F = 3
+F = 2
 NAMES = ("qkv", "beta", "decay", "q_norm_weight", "k_norm_weight", "rope_cos", "rope_sin")
 
 
@@ -164,12 +164,12 @@ def test_half_tables_take_the_sine_with_its_own_sign():
 def test_prep_errors():
     x = given()
     for changes, kind, text in (
-        ({"qkv": x["qkv"][:, :, :2]}, ValueError, r"qkv must have shape \[B, N, 3, H, D\], got \[2, 9, 2, 2, 4\]"),
-        ({"qkv": x["qkv"][:, 1:]}, ValueError, r"qkv must have N = F\*S = 3\*3 = 9 tokens, got 8"),
+        ({"qkv": x["qkv"][:, :, :2]}, ValueError, r"qkv must have shape \[B, N, 3, H, D\], got \[2, 10, 2, 3, 4\]"),
+        ({"qkv": x["qkv"][:, 1:]}, ValueError, r"qkv must have N = F\*S = 2\*5 = 10 tokens, got 9"),
         ({"qkv": x["qkv"].long()}, ValueError, "qkv must have dtype"),
         ({"beta": x["beta"][..., 0]}, ValueError, "beta must have shape"),
         ({"decay": x["decay"][..., 0]}, ValueError, "decay must have shape"),
-        ({"k_norm_weight": x["k_norm_weight"][1:]}, ValueError, r"k_norm_weight must have shape \[H\*D\] = \[8\]"),
+        ({"k_norm_weight": x["k_norm_weight"][1:]}, ValueError, r"k_norm_weight must have shape \[H\*D\] = \[12\]"),
         ({"rope_sin": x["rope_sin"][1:]}, ValueError, r"rope_sin must have shape \[N, D\]"),
     ):
         with pytest.raises(kind, match=text):
@@ -196,10 +196,10 @@ def test_output_errors():
     with pytest.raises(ValueError, match=r"qkv_normed must have N = F\*S"):
         call(qkv=x["qkv"][:, 1:])
     with pytest.raises(
-        ValueError, match=r"S_kv must have shape \[B\*H, F, D, D\] = \[4, 3, 4, 4\], got \[4, 2, 4, 4\]"
+        ValueError, match=r"S_kv must have shape \[B\*H, F, D, D\] = \[6, 2, 4, 4\], got \[6, 1, 4, 4\]"
     ):
         call(S_kv=S_kv[:, 1:])
-    with pytest.raises(ValueError, match=r"S_z must have shape \[B\*H, F, D\] = \[4, 3, 4\], got \[4, 3, 3\]"):
+    with pytest.raises(ValueError, match=r"S_z must have shape \[B\*H, F, D\] = \[6, 2, 4\], got \[6, 2, 3\]"):
         call(S_z=S_z[..., 1:])
     with pytest.raises(ValueError, match="block_d must be >= D = 4, got 3"):
         call(block_d=3)

@@ -75,7 +75,8 @@ def cp_frame_gdn_scan(
         RuntimeError: Ranks disagree; an exchange did not complete.
 
     Communication: one all-gather per pass, of ``3 D^2 + D`` numbers per row of ``B*H`` forward and ``D^2 + D``
-        backward, twice that with ``truncate_to_active``, fp32 (fp64 for fp64).
+        backward, twice that with ``truncate_to_active``, fp32 (fp64 for fp64). None with one rank. The first call of a
+        kind, and of a K with its T_local, is preceded by the comparison of arguments that `CPContext` describes.
     Every rank must call this: yes, and its backward, if some rank's input requires a gradient.
     Gradient: to all four inputs, of the sum of all ranks' losses; those that arrive at terminal states are summed over
         ranks. Once differentiable.
