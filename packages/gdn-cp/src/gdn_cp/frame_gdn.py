@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_cp import collectives, passes
+from gdn_cp import passes, schedules
 from gdn_cp.context import CPContext
+from gdn_cp.cost_model import Link, as_link
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -241,7 +242,8 @@ def _run(
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()
         plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts,
-                         output_final_state, context.save_transitions)  # fmt: skip
+                         output_final_state, context.save_transitions, context.schedule,
+                         as_link(context.link))  # fmt: skip
         if partition is not None:
             _check_partition(context, partition, inputs.beta.shape[2])
         return _terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
@@ -265,10 +267,13 @@ def make_plan(
     chunk_starts: Sequence[int] | None,
     has_final: bool,
     save_transitions: bool,
+    schedule: str,
+    link: Link,
 ) -> RankPlan:
-    """Return the plan of one rank, with the clip's chunk starts turned into this rank's resets.
+    """Return the plan of one rank, with the clip's chunk starts turned into this rank's resets and a schedule chosen.
 
     Raises:
+        NotImplementedError: A final state with another schedule than all_gather.
         RuntimeError: Interior chunk starts without a partition.
     """
     has_reset = (False,) * size
@@ -282,10 +287,11 @@ def make_plan(
             has_reset = tuple(bool(starts) for starts in local)
             options = dataclasses.replace(options, resets=local[rank] if rank < len(local) else ())
     batch, heads = inputs.beta.shape[:2]
-    return RankPlan(
+    plan = RankPlan(
         options, size, rank, has_reset, initial.forward_kv is not None, has_final, batch, heads,
         inputs.operands()[0].shape[-1], inputs.state_dtype, inputs.beta.device, save_transitions,
     )  # fmt: skip
+    return schedules.scheduled(plan, schedule, link)
 
 
 def _terms(
@@ -300,7 +306,8 @@ def _terms(
     wire = (
         ("B", plan.batch), ("H", plan.heads), ("D", plan.width), ("dtype", _short(operand.dtype)),
         ("direction", options.direction.value), ("streams", len(plan.streams)), ("initial state", plan.has_initial),
-        ("final state", plan.has_final), ("save_transitions", plan.save_transitions),
+        ("final state", plan.has_final), ("save_transitions", plan.save_transitions), ("schedule", plan.schedule),
+        ("blocks of the chain", plan.blocks),
     )  # fmt: skip
     agreed = (
         ("S", inputs.beta.shape[3]), ("partition", partition and digest(partition.counts)),
@@ -338,27 +345,24 @@ class _CPFrameGDN(torch.autograd.Function):
         inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
         run = stages.begin(inputs, plan.options)
         own = passes.publish(plan, run.summary, initial)
-        gathered = collectives.all_gather(own, context, f"{op} forward")
-        entry, final = passes.entries(plan, gathered, initial)
+        steps = schedules.enter(plan, own, initial)
+        entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward")
         result, denominator, saved = run.finish(entry)
-        kept = plan.transition_layout().offsets[-1]
-        transitions = gathered[:, :kept] if plan.save_transitions else own[None, :kept]
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(transitions.clone(), own[:kept].clone(), *inputs, *entry, *saved)
+        ctx.save_for_backward(kept.clone(), *inputs, *entry, *saved)
         return result, denominator, *final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         plan: RankPlan = ctx.plan
-        transitions, own, *tensors = ctx.saved_tensors
+        kept, *tensors = ctx.saved_tensors
         inputs, entry = FrameInputs._make(tensors[:_INPUTS]), FrameBoundary(*tensors[_INPUTS : _INPUTS + _ENTRY])
         dresult, ddenominator, *dfinal = gradients
         saved = tensors[_INPUTS + _ENTRY :]
         adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
-        buffer = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), own)
-        gathered = collectives.all_gather(buffer, ctx.context, f"{ctx.op} backward")
-        exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
+        own = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), kept)
+        exits, dinitial = schedules.over_ranks(schedules.leave(plan, own, kept), ctx.context, f"{ctx.op} backward")
         dinputs = adjoint.finish(exits, ctx.needs_input_grad[4 : 4 + _INPUTS])
         return (None, None, None, None, *dinputs, *dinitial)
