@@ -104,8 +104,9 @@ def gradients(results: Mapping[str, Tensor], case: Case, seed: int = 1) -> dict[
     """Return the gradient of every leaf for random gradients of the results, which depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     upstream = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results.values()]
+    live = [(x, dx) for x, dx in zip(results.values(), upstream, strict=True) if x.requires_grad]  # not without tokens
     leaves = case.leaves()
     found = torch.autograd.grad(
-        list(results.values()), list(leaves.values()), upstream, materialize_grads=True, allow_unused=True
+        [x for x, _ in live], list(leaves.values()), [dx for _, dx in live], materialize_grads=True, allow_unused=True
     )
     return dict(zip(leaves, found, strict=True))

@@ -60,15 +60,15 @@ def delta_product_reference(
     bounds = [0, tokens] if cu_seqlens is None else [int(bound) for bound in cu_seqlens]
     count = batch if cu_seqlens is None else len(bounds) - 1
 
-    steps = (tokens, num_householder)
+    steps, grouped = (tokens, num_householder), (heads, group)
     q = q.to(dtype) * scale
-    k = k.to(dtype).unflatten(1, steps)[:, :, :, :, None]  # [B, T, R, H, 1, K]
-    v = v.to(dtype).unflatten(1, steps).unflatten(3, (heads, group))  # [B, T, R, H, G, V]
-    beta = beta.to(dtype).unflatten(1, steps).unflatten(3, (heads, group))  # [B, T, R, H, G]
-    decay = None if g is None else g.to(dtype).exp().unflatten(2, (heads, group))  # [B, T, H, G]
+    k = torch.unflatten(k.to(dtype), 1, steps)[:, :, :, :, None]  # [B, T, R, H, 1, K]
+    v = torch.unflatten(torch.unflatten(v.to(dtype), 1, steps), 3, grouped)  # [B, T, R, H, G, V]
+    beta = torch.unflatten(torch.unflatten(beta.to(dtype), 1, steps), 3, grouped)  # [B, T, R, H, G]
+    decay = None if g is None else torch.unflatten(g.to(dtype).exp(), 2, grouped)  # [B, T, H, G]
     if initial_state is None:
         initial_state = q.new_zeros(count, value_heads, width, value_width)
-    entry = initial_state.to(dtype).unflatten(1, (heads, group))  # [N, H, G, K, V]
+    entry = torch.unflatten(initial_state.to(dtype), 1, grouped)  # [N, H, G, K, V]
 
     outputs, finals = [], []
     for sequence, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
