@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, token_layout
 
 
@@ -54,7 +55,8 @@ def qk_norm(q: Tensor, k: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
     packed = all(x.stride(3) == 1 and x.stride(2) == width for x in (q, k))
     layout = token_layout((q, k))
     with device_guard(q):
-        qk_norm_kernel[(batch * tokens,)](
+        launch(
+            qk_norm_kernel, (batch * tokens,),
             q, k, rho_q, rho_k, tokens, heads, norm_eps, *layout.strides[0], *layout.strides[1],
             D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=512, num_warps=2,
         )  # fmt: skip
@@ -105,7 +107,8 @@ def qk_norm_bwd(x: Tensor, dx: Tensor, u: Tensor, rho: Tensor) -> None:
     packed = all(y.stride(3) == 1 and y.stride(2) == width for y in (x, dx))
     layout = token_layout((x, dx))
     with device_guard(x):
-        qk_norm_bwd_kernel[(batch * tokens,)](
+        launch(
+            qk_norm_bwd_kernel, (batch * tokens,),
             x, dx, u, rho, tokens, heads, *layout.strides[0], *layout.strides[1],
             D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=1024, BLOCK_H=32, num_warps=4,
         )  # fmt: skip
