@@ -5,6 +5,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from gdn_cp import CPContext
+from gdn_cp.context import as_context
 
 
 def test_single_needs_no_distributed():
@@ -63,3 +64,15 @@ def test_groups_and_meshes():
         return said
 
     assert [bool(said) for said in run_ranks(4, worker)] == [True, False, True, False]
+
+
+@pytest.mark.ranks
+def test_published_functions_take_a_group_or_a_context():
+    def worker(rank: int) -> bool:
+        context = CPContext(dist.group.WORLD, tag="blocks.3")
+        made = as_context(dist.group.WORLD)
+        return as_context(context) is context and (made.rank, made.size) == (rank, 2)
+
+    assert run_ranks(2, worker) == [True, True]
+    with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup or a CPContext, got str"):
+        as_context("world")

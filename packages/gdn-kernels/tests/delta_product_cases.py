@@ -100,11 +100,16 @@ def dense_delta_product(case: Case, scale: float | None = None) -> tuple[Tensor,
     return result, torch.stack([torch.stack(states) for states in finals])
 
 
-def gradients(results: Mapping[str, Tensor], case: Case, seed: int = 1) -> dict[str, Tensor]:
-    """Return the gradient of every leaf for random gradients of the results, which depend on the seed only."""
+def upstream(results: Mapping[str, Tensor], seed: int = 1) -> list[Tensor]:
+    """Draw a gradient for each result, the same for results of the same shapes."""
     generator = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results.values()]
-    live = [(x, dx) for x, dx in zip(results.values(), upstream, strict=True) if x.requires_grad]  # not without tokens
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results.values()]
+
+
+def gradients(results: Mapping[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """Return the gradient of every leaf of the case for the `upstream` of the results."""
+    given = zip(results.values(), upstream(results), strict=True)
+    live = [(x, dx) for x, dx in given if x.requires_grad]  # an output without tokens does not
     leaves = case.leaves()
     found = torch.autograd.grad(
         [x for x, _ in live], list(leaves.values()), [dx for _, dx in live], materialize_grads=True, allow_unused=True

@@ -91,3 +91,17 @@ class CPContext:
     def replace(self, **fields: Any) -> CPContext:
         """Return a context with some fields changed."""
         return dataclasses.replace(self, **fields)
+
+
+def as_context(group: object) -> CPContext:
+    """Return ``group`` if it is a context, or the context of a process group: published functions take either.
+
+    Raises:
+        TypeError: It is neither.
+        RuntimeError: The group does not contain this rank.
+    """
+    if isinstance(group, CPContext):
+        return group
+    if not collectives.is_process_group(group):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or a CPContext, got {type(group).__name__}")
+    return CPContext(group)

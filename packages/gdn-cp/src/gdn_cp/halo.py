@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gdn_cp import collectives
-from gdn_cp.context import CPContext
+from gdn_cp.context import CPContext, as_context
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition
 from gdn_kernels import checks
@@ -140,6 +140,41 @@ def halo_exchange(
         extended = _Halo.apply(x.movedim(axis, 0), plan, context, fill, tie)  # type: ignore[no-untyped-call]
         extended = extended.movedim(0, axis)
     return extended if same is None or not x.shape[axis] else _keep_same(extended, same, axis, fill)
+
+
+def cp_halo_exchange(
+    x: Tensor, left_size: int, right_size: int, dim: int, group: collectives.ProcessGroup | CPContext
+) -> Tensor:
+    """Extend equal shards by neighbouring frames, with the published arguments; zeros outside the clip.
+
+    `halo_exchange` with a partition of as many frames on every rank as here; a halo may span several ranks.
+
+    Args:
+        x: this rank's frames along ``dim``; every rank has as many.
+        left_size: frames to add before, >= 0.
+        right_size: frames to add after, >= 0.
+        dim: the dim of frames.
+        group: a process group or a `CPContext`.
+
+    Returns:
+        Tensor: ``left_size + T + right_size`` frames along ``dim``; x itself with both sizes 0.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As `halo_exchange`; ranks with different numbers of frames disagree on the
+            partition.
+
+    Communication: one all-to-all per pass, of the halo frames alone.
+    Every rank must call this: yes.
+    Gradient: that of a halo frame goes to its owner and is added there; that of zeros is dropped.
+
+    Example:
+        >>> cp_halo_exchange(torch.ones(1, 2, 3), 1, 0, 1, CPContext.single())[0, :, 0]
+        tensor([0., 1., 1.])
+    """
+    context = as_context(group)
+    in_range = isinstance(x, Tensor) and -x.ndim <= dim < x.ndim
+    partition = FramePartition(((x.shape[dim] if in_range else 1),) * context.size)
+    return halo_exchange(x, left_size, right_size, dim, context, partition)
 
 
 def _keep_same(extended: Tensor, same: Tensor, axis: int, fill: float) -> Tensor:

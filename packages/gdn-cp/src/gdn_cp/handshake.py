@@ -35,12 +35,14 @@ class Terms:
         agreed: further pairs that must be equal on all ranks; compared whenever descriptors are.
         needs_grad: some input of this rank requires a gradient.
         grad_mode: gradients are enabled.
+        value_names: names of pairs whose disagreement is a ValueError, a wrong shape, and not a misuse of the group.
     """
 
     wire: tuple[tuple[str, Any], ...]
     agreed: tuple[tuple[str, Any], ...]
     needs_grad: bool
     grad_mode: bool
+    value_names: tuple[str, ...] = ()
 
 
 _seen: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
@@ -59,7 +61,7 @@ def agree(
 
     Raises:
         ValueError, TypeError, NotImplementedError: ``make`` raised it, on this rank or on another, named.
-        RuntimeError: The ranks disagree, or the exchange failed.
+        RuntimeError: The ranks disagree, or the exchange failed. (ValueError for ``Terms.value_names``.)
 
     Communication: one gather of 512 bytes per rank the first time a combination of ``wire`` terms is met on the group
         (``validate="always"``: each time; ``"never"``: not at all). The host waits for it.
@@ -72,7 +74,7 @@ def agree(
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as caught:
         error = caught
     seen = _seen.setdefault(context.process_group, {})
-    key = (op, *(terms.wire if terms else ()), terms.needs_grad if terms else None)
+    key = (op, *(terms.wire if terms else ()), *((terms.needs_grad, terms.grad_mode) if terms else ()))
     if error is not None and (context.validate == "never" or (context.validate == "first" and (op,) in seen)):
         raise error
     if context.validate == "never" or (context.validate == "first" and key in seen):
@@ -127,4 +129,5 @@ def _raise_disagreements(op: str, ranks: list[dict[str, Any]], own_terms: Terms 
     for rank, fields in enumerate(ranks):
         for name, ours, theirs in zip(names, first, fields["terms"], strict=True):
             if ours != theirs:
-                raise RuntimeError(f"{op}: ranks disagree on {name}: rank 0 has {ours}, rank {rank} has {theirs}")
+                kind = ValueError if name in own_terms.value_names else RuntimeError
+                raise kind(f"{op}: ranks disagree on {name}: rank 0 has {ours}, rank {rank} has {theirs}")

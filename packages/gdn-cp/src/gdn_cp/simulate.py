@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gdn_cp import passes
+from gdn_cp.context import CPContext
 from gdn_cp.frame_gdn import make_plan
+from gdn_cp.frame_scan import CpFrameGdnScanResult, make_scan_plan, run_scan
 from gdn_cp.halo import HaloPlan
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -74,6 +76,26 @@ def frame_gdn_numerator(
     """Run `cp_frame_gdn_numerator` on every rank of a partition; arguments as in `frame_gdn`."""
     results = _simulate(shards, partition, save_transitions)
     return [FrameGDNNumeratorResult(numerator, kv) for numerator, _, kv, _ in results]
+
+
+def scan(
+    shards: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    reverse: bool = False,
+    truncate_to_active: int | None = None,
+    save_transitions: bool = True,
+) -> list[tuple[Tensor, Tensor] | CpFrameGdnScanResult]:
+    """Run `cp_frame_gdn_scan` on every rank; ``shards`` are the ranks' ``W_kv, U_kv, W_z, U_z``."""
+    context = CPContext.single().replace(save_transitions=save_transitions)
+    frames = {shard[0].shape[1] for shard in shards}
+    if truncate_to_active is not None and len(frames) > 1:
+        raise ValueError(f"truncate_to_active needs the same T_local on every rank, got {sorted(frames)}")
+    plans = [
+        make_scan_plan(shard, context, reverse, truncate_to_active, (rank, len(shards)))
+        for rank, shard in enumerate(shards)
+    ]
+    tensors = [x for shard in shards for x in shard]
+    return run_scan(plans, lambda buffers, label: torch.stack(buffers), torch.empty(0), tensors)
 
 
 def halo(

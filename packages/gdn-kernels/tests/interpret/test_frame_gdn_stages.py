@@ -41,6 +41,7 @@ def every_stage(
     """Return what both steps of `begin` and of `adjoint`, and the exits of `apply` give, by name."""
     run = stages.begin(inputs, options)
     summary = run.summary
+    run.overlap()
     result, denominator, saved = run.finish(entry)
     applied, _, exits = stages.apply(inputs, options, entry)
     assert torch.equal(applied, result)

@@ -1,79 +1,52 @@
 """Chunk form of the gated delta product, its backward by hand and its summaries, against the plain recurrence."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from agreement import assert_all_close, assert_close, assert_same
-from delta_product_cases import Case, dense_delta_product, gradients, make_case
+from delta_product_cases import Case, dense_delta_product, gradients, make_case, upstream
 from torch import Tensor
 
 from gdn_kernels.reference import delta_product_chunks as chunks
 from gdn_kernels.reference.delta_product import delta_product_reference
 from gdn_kernels.reference.delta_product_grid import ChunkGrid, chunk_grid
+from gdn_kernels.reference.delta_product_operands import (
+    ChunkOperands,
+    gradients_to_streams,
+    operands_on_grid,
+    output_gradient_on_grid,
+    output_to_stream,
+)
 
 TOLERANCE = 1e-12
 SCALE = 0.7
 
 
-class Chunked(NamedTuple):
-    """A case on a chunk grid."""
-
-    grid: ChunkGrid
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    decay: chunks.ChunkDecay
-    factors: chunks.WYFactors
-
-
-def on_grid(case: Case, chunk_tokens: int) -> Chunked:
-    """Lay the case out and solve the triangular systems."""
-    batch, tokens, heads, _ = case.q.shape
+def on_grid(case: Case, chunk_tokens: int) -> tuple[ChunkGrid, ChunkOperands]:
+    """Lay the case out, detached, and solve the triangular systems."""
+    batch, tokens = case.q.shape[:2]
     bounds = [tokens * i for i in range(batch + 1)] if case.bounds is None else case.bounds
     grid = chunk_grid([b - a for a, b in zip(bounds, bounds[1:], strict=False)], chunk_tokens)
-    q, k = (grid.to_chunks(x.detach(), r, x.dtype) for x, r in ((case.q, 1), (case.k, case.steps)))
-    shape = (heads, case.v.shape[2] // heads)
-    v = grid.to_chunks(case.v.detach(), case.steps, q.dtype).unflatten(1, shape)
-    beta = grid.to_chunks(case.beta.detach()[..., None], case.steps, q.dtype).unflatten(1, shape)[..., 0]
-    g = None
-    if case.g is not None:
-        g = grid.to_chunks(case.g.detach()[..., None], 1, q.dtype).unflatten(1, shape)[..., 0]
-    decay = chunks.chunk_decay(g, chunk_tokens, q)
-    return Chunked(grid, q, k, v, beta, decay, chunks.wy_factors(k, v, beta, decay))
+    tensors = (None if x is None else x.detach() for x in (case.q, case.k, case.v, case.beta, case.g))
+    return grid, operands_on_grid(*tensors, grid, case.steps)
 
 
 def run_chunked(case: Case, chunk_tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return output and final state, and the gradients for the upstream of `gradients`, all in the public layouts."""
-    x = on_grid(case, chunk_tokens)
-    grid, plan = x.grid, x.grid.plan
+    grid, x = on_grid(case, chunk_tokens)
     entry = None if case.initial_state is None else case.initial_state.detach()
-    raw, states = chunks.chunk_forward(x.q, x.k, x.factors, x.decay, plan, entry, scale=SCALE)
-    like = case.q.new_empty(*case.q.shape[:2], *case.v.shape[2:])
-    results = {"output": grid.to_stream(raw.flatten(1, 2), like), "final_state": states.final_state}
-    generator = torch.Generator().manual_seed(1)
-    doutput, dfinal = (
-        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in results.values()
+    raw, states = chunks.chunk_forward(x.q, x.k, x.decay, x.factors, grid.plan, entry, scale=SCALE)
+    results = {"output": output_to_stream(raw, grid, case.q, case.v), "final_state": states.final_state}
+    doutput, dfinal = upstream(results)
+    found = chunks.chunk_backward(*x, states, output_gradient_on_grid(doutput, grid, x), dfinal, grid.plan, scale=SCALE)
+    named = zip(
+        ("q", "k", "v", "beta", "g"),
+        gradients_to_streams(found, grid, case.q, case.k, case.v, case.beta, case.g),
+        strict=True,
     )
-    found = chunks.chunk_backward(
-        x.q, x.k, x.v, x.beta, x.factors, x.decay, states,
-        grid.to_chunks(doutput, 1, raw.dtype).unflatten(1, raw.shape[1:3]), dfinal, plan, scale=SCALE,
-    )  # fmt: skip
-    named = {
-        "q": grid.to_stream(found.dq, case.q),
-        "k": grid.to_stream(found.dk, case.k),
-        "v": grid.to_stream(found.dv.flatten(1, 2), case.v),
-        "beta": grid.to_stream(found.dbeta.flatten(1, 2)[..., None], case.beta[..., None])[..., 0],
-    }
-    if case.g is not None:
-        assert found.dg is not None
-        named["g"] = grid.to_stream(found.dg.flatten(1, 2)[..., None], case.g[..., None])[..., 0]
-    else:
-        assert found.dg is None
+    given = {name: value for name, value in named if name != "g" or case.g is not None}
     if case.initial_state is not None:
-        named["state"] = found.dinitial_state
-    return results, named
+        given["state"] = found.dinitial_state
+    return results, given
 
 
 def run_recurrence(case: Case) -> dict[str, Tensor]:
@@ -125,11 +98,11 @@ def test_summaries_are_the_maps_of_state_and_gradient(
     steps: int, gated: bool, fragments: tuple[int, ...] | None
 ) -> None:
     case = make_case(steps, gated=gated, group=2, bounds=(0, 4, 4, 11, 12, 20))
-    x = on_grid(case, 3)
+    grid, x = on_grid(case, 3)
     value_width = case.v.shape[-1]
     chosen = list(range(5)) if fragments is None else list(fragments)
     b, m = (
-        chunks.forward_summary(x.k, x.factors, x.decay, x.grid.plan, fragments)
+        chunks.forward_summary(x.k, x.decay, x.factors, grid.plan, fragments)
         .split([value_width, case.q.shape[-1]], dim=-1)
     )  # fmt: skip
     results = run_recurrence(case)
@@ -140,8 +113,8 @@ def test_summaries_are_the_maps_of_state_and_gradient(
     doutput = torch.randn_like(results["output"])
     dfinal = torch.randn_like(results["final_state"])
     (expected,) = torch.autograd.grad(list(results.values()), [case.initial_state], [doutput, dfinal])
-    upstream = x.grid.to_chunks(doutput, 1, doutput.dtype).unflatten(1, x.v.shape[1:3])
-    packed = chunks.backward_summary(x.q, x.k, x.factors.w, x.decay, upstream, x.grid.plan, fragments, scale=SCALE)
+    upstream = output_gradient_on_grid(doutput, grid, x)
+    packed = chunks.backward_summary(x.q, x.k, x.decay, x.factors.w, upstream, grid.plan, fragments, scale=SCALE)
     assert packed.is_contiguous()
     gamma, transposed = packed.split([value_width, case.q.shape[-1]], dim=-1)
     assert_close(transposed, m.mT, TOLERANCE, "M^T")
@@ -154,8 +127,8 @@ def test_summaries_of_pieces_compose_to_that_of_the_whole(cuts: tuple[int, ...])
     assert_same(whole.q, pieces.q)
     maps = []
     for case in (whole, pieces):
-        x = on_grid(case, 4)
-        maps.append(chunks.forward_summary(x.k, x.factors, x.decay, x.grid.plan))
+        grid, x = on_grid(case, 4)
+        maps.append(chunks.forward_summary(x.k, x.decay, x.factors, grid.plan))
     value_width, width = whole.v.shape[-1], whole.q.shape[-1]
     b, m = maps[0].new_zeros(4, width, value_width), torch.eye(width, dtype=torch.float64).expand(4, -1, -1)
     for piece in maps[1]:
@@ -165,8 +138,8 @@ def test_summaries_of_pieces_compose_to_that_of_the_whole(cuts: tuple[int, ...])
 
 
 def test_transitions_contract_with_unit_keys_and_strengths_up_to_two() -> None:
-    x = on_grid(make_case(3, tokens=40), 8)
-    summary = chunks.forward_summary(x.k, x.factors, x.decay, x.grid.plan)
+    grid, x = on_grid(make_case(3, tokens=40), 8)
+    summary = chunks.forward_summary(x.k, x.decay, x.factors, grid.plan)
     norms = torch.linalg.matrix_norm(summary[..., x.v.shape[-1] :], ord=2)
     assert float(norms.max()) <= 1 + TOLERANCE
 
@@ -182,12 +155,12 @@ def test_decays_are_exact_next_to_a_very_strong_one() -> None:
 
 def test_arguments_are_left_alone() -> None:
     case = make_case(2, group=2)
-    x = on_grid(case, 3)
-    given = [x.q, x.k, x.v, x.beta, *x.factors, *x.decay]
+    grid, x = on_grid(case, 3)
+    given = [x.q, x.k, x.v, x.beta, *x.decay, *x.factors]
     before = [y.clone() for y in given]
-    _, states = chunks.chunk_forward(x.q, x.k, x.factors, x.decay, x.grid.plan, case.initial_state, scale=SCALE)
+    _, states = chunks.chunk_forward(x.q, x.k, x.decay, x.factors, grid.plan, scale=SCALE)
     doutput = torch.randn(*states.v_new.shape[:3], 3, 3, dtype=torch.float64)
     kept = [y.clone() for y in (*states, doutput)]
-    chunks.chunk_backward(x.q, x.k, x.v, x.beta, x.factors, x.decay, states, doutput, None, x.grid.plan, scale=SCALE)
+    chunks.chunk_backward(x.q, x.k, x.v, x.beta, x.decay, x.factors, states, doutput, None, grid.plan, scale=SCALE)
     for found, expected in zip((*given, *states, doutput), (*before, *kept), strict=True):
         assert_same(found, expected)

@@ -38,7 +38,7 @@ def test_streams_come_back_and_padding_is_zero(lengths: tuple[int, ...], rows: i
     chunks = grid.to_chunks(stream, rows, torch.float32)
     assert chunks.shape == (grid.plan.chunks, 2, 4 * rows, 5)
     assert chunks.is_contiguous()
-    assert_same(grid.to_stream(chunks, stream), stream)
+    assert_same(grid.to_stream(chunks, stream.shape, stream.dtype), stream)
     assert int((chunks != 0).any(-1).sum()) == 2 * sum(lengths) * rows
 
 
@@ -49,7 +49,7 @@ def test_batch_rows_are_fragments_and_padding_hides_what_token_0_holds() -> None
     chunks = grid.to_chunks(stream, 1, torch.float32)
     assert_same(chunks[1], stream[1, :3].transpose(0, 1).contiguous())  # first chunks first
     assert_same(chunks[2, :, 2], torch.zeros(4, 3))
-    assert_same(grid.to_stream(chunks, stream), stream)
+    assert_same(grid.to_stream(chunks, stream.shape, stream.dtype), stream)
 
 
 @pytest.mark.parametrize("chosen", [(), (2,), (0,), (1, 2), (3, 0, 1)])

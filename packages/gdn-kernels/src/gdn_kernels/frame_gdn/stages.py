@@ -34,6 +34,9 @@ class Run(Protocol):
 
     summary: FrameSummary
 
+    def overlap(self) -> None:
+        """Do what needs nothing from other devices: to be called while the exchange travels, or not at all."""
+
     def finish(self, entry: FrameBoundary) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         """Run the frames from ``entry`` (None is zero); nothing is computed twice.
 
@@ -49,6 +52,9 @@ class TorchRun:
     def __init__(self, inputs: FrameInputs, options: FrameOptions) -> None:
         self._inputs, self._options = inputs, options
         self.summary = summarize_reference(inputs, options)
+
+    def overlap(self) -> None:
+        """Do nothing: the reference runs in one go."""
 
     def finish(self, entry: FrameBoundary) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         """Return result, denominator and nothing: the backward runs the reference again; see `Run`."""

@@ -16,7 +16,7 @@ from gdn_kernels.frame_gdn.phase_b import FrameHistories, phase_b
 from gdn_kernels.frame_gdn.phase_b_bwd import ScanGradients, operators_bwd, phase_b_bwd
 from gdn_kernels.frame_gdn.phase_c import phase_c
 from gdn_kernels.frame_gdn.phase_c_bwd import ReadOutGradients, phase_c_bwd
-from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd
+from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd, rms_statistic
 from gdn_kernels.frame_gdn.summary import summary
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameTransitions
 
@@ -199,12 +199,22 @@ class TritonRun:
     def __init__(self, inputs: FrameInputs, options: FrameOptions) -> None:
         with torch.no_grad():
             self._options, self._prepared = options, prepare(inputs, options)
-            self._rho_q, self._rho_k, self._transitions = write(self._prepared)
-            call, decay = self._prepared.call, self._prepared.decay
+            call, _, k, v, beta, decay = self._prepared
+            self._rho_k = rms_statistic(k, call.norm_eps) if call.has_norm else None
+            self._rho_q: Tensor | None = None
+            self._transitions = phase_a(call, k, v, beta, self._rho_k)
             self.summary = summary(call, self._transitions, decay, options.direction, options.resets)
+
+    def overlap(self) -> None:
+        """Take the statistics of the query, which only the read-out needs; see `Run`."""
+        call, q = self._prepared.call, self._prepared.q
+        if call.has_norm and self._rho_q is None:
+            with torch.no_grad():
+                self._rho_q = rms_statistic(q, call.norm_eps)
 
     def finish(self, entry: FrameBoundary) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
         """Return result, denominator and what the backward needs; see `Run`."""
+        self.overlap()
         with torch.no_grad():
             read = read_states(
                 self._prepared, self._options, self._rho_q, self._rho_k, self._transitions, entry, want_exit=False

@@ -96,8 +96,8 @@ def wy_factors(k: Tensor, v: Tensor, beta: Tensor, decay: ChunkDecay) -> WYFacto
 def chunk_forward(
     q: Tensor,
     k: Tensor,
-    factors: WYFactors,
     decay: ChunkDecay,
+    factors: WYFactors,
     plan: ScanPlan,
     initial_state: Tensor | None = None,
     *,
@@ -108,12 +108,12 @@ def chunk_forward(
     Cost: per value head and chunk 6 n K V + 2 C n V flops, and 2 C n K per head; as many dependent steps as the
         longest fragment has chunks.
     """
-    states = chunk_states(k, factors, decay, plan, initial_state)
+    states = chunk_states(k, decay, factors, plan, initial_state)
     return chunk_output(q, k, decay, states, scale=scale), states
 
 
 def chunk_states(
-    k: Tensor, factors: WYFactors, decay: ChunkDecay, plan: ScanPlan, initial_state: Tensor | None = None
+    k: Tensor, decay: ChunkDecay, factors: WYFactors, plan: ScanPlan, initial_state: Tensor | None = None
 ) -> ChunkStates:
     """Scan the chunks: the part of `chunk_forward` that is sequential, and that a backward may run again."""
     w, u = factors
@@ -129,7 +129,7 @@ def chunk_output(q: Tensor, k: Tensor, decay: ChunkDecay, states: ChunkStates, *
 
 
 def forward_summary(
-    k: Tensor, factors: WYFactors, decay: ChunkDecay, plan: ScanPlan, fragments: Sequence[int] | None = None
+    k: Tensor, decay: ChunkDecay, factors: WYFactors, plan: ScanPlan, fragments: Sequence[int] | None = None
 ) -> Tensor:
     """Return ``[b | M]`` of fragments, ``[N', HV, K, V + K]`` contiguous: ``final = M initial + b``.
 
@@ -137,8 +137,8 @@ def forward_summary(
 
     Args:
         k: as in `chunk_forward`.
-        factors: as in `chunk_forward`.
         decay: as in `chunk_forward`.
+        factors: as in `chunk_forward`.
         plan: as in `chunk_forward`.
         fragments: which ones, in this order; None is all.
     """
@@ -150,8 +150,8 @@ def forward_summary(
 def backward_summary(
     q: Tensor,
     k: Tensor,
-    w: Tensor,
     decay: ChunkDecay,
+    w: Tensor,
     doutput: Tensor,
     plan: ScanPlan,
     fragments: Sequence[int] | None = None,
@@ -165,8 +165,8 @@ def backward_summary(
     Args:
         q: as in `chunk_forward`.
         k: as in `chunk_forward`.
-        w: of `wy_factors`.
         decay: as in `chunk_forward`.
+        w: of `wy_factors`.
         doutput: ``[X, H, G, C, V]``.
         plan: as in `chunk_forward`.
         fragments: which ones, in this order; None is all.
@@ -184,8 +184,8 @@ def chunk_backward(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    factors: WYFactors,
     decay: ChunkDecay,
+    factors: WYFactors,
     states: ChunkStates,
     doutput: Tensor,
     dfinal_state: Tensor | None,
@@ -200,8 +200,8 @@ def chunk_backward(
         k: as in `chunk_forward`.
         v: as in `wy_factors`.
         beta: as in `wy_factors`.
-        factors: of `wy_factors`.
         decay: as in `chunk_forward`.
+        factors: of `wy_factors`.
         states: of `chunk_states`.
         doutput: ``[X, H, G, C, V]``.
         dfinal_state: ``[N, HV, K, V]``; None is zero.

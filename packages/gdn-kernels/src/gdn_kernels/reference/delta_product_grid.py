@@ -49,14 +49,12 @@ class ScanPlan:
         ``x.index_select(0, chunks)`` makes of chunks of this plan the chunks of that one.
         """
         plan = scan_plan([self.counts[fragment] for fragment in fragments], self.order.device)
-        ours = _by_count(self.counts)
-        places = [ours.index(fragments[i]) for i in _by_count(plan.counts)]
-        index = [
-            whole.start + place
-            for whole, part in zip(self.steps, plan.steps, strict=False)
-            for place in places[: part.stop - part.start]
-        ]
-        return plan, _table(index, self.order.device)
+        first = torch.tensor([part.start for part in self.steps], dtype=torch.int64)
+        inner, step, place = _scan_order(plan.counts)
+        outer = _scan_order(self.counts)[0]
+        position = torch.empty_like(outer).scatter_(0, outer, torch.arange(len(outer)))
+        ours = torch.tensor(fragments, dtype=torch.int64)[inner[place]]
+        return plan, (first[step] + position[ours]).to(self.order.device, non_blocking=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +86,11 @@ class ChunkGrid:
         by_chunk = by_slot.reshape(self.plan.chunks, self.chunk_tokens * rows, heads, width).transpose(1, 2)
         return by_chunk.to(dtype, memory_format=torch.contiguous_format)
 
-    def to_stream(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return chunks ``[X, heads, n, D]`` as a stream with the shape and the dtype of ``like``, contiguous."""
+    def to_stream(self, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return chunks ``[X, heads, n, D]`` as a contiguous stream of ``shape [B, T*R, heads, D]`` and ``dtype``."""
         heads, rows, width = x.shape[1:]
         by_slot = x.transpose(1, 2).reshape(-1, rows // self.chunk_tokens, heads, width)
-        return by_slot.index_select(0, self.slots).to(like.dtype).reshape(like.shape)
+        return by_slot.index_select(0, self.slots).to(dtype).reshape(shape)
 
 
 def chunk_grid(lengths: Sequence[int], chunk_tokens: int, device: torch.device | str = "cpu") -> ChunkGrid:
@@ -101,15 +99,14 @@ def chunk_grid(lengths: Sequence[int], chunk_tokens: int, device: torch.device |
     Computed from host integers; the tables are then copied to ``device``, which is not waited for.
     """
     plan = scan_plan([-(-length // chunk_tokens) for length in lengths], device)
-    order = _by_count(plan.counts)
-    starts = [0, *itertools.accumulate(lengths)]
-    chunks = [(order[place], step) for step, part in enumerate(plan.steps) for place in range(part.stop - part.start)]
-    first = torch.tensor([starts[fragment] + step * chunk_tokens for fragment, step in chunks], dtype=torch.int64)
-    stop = torch.tensor([starts[fragment + 1] for fragment, _ in chunks], dtype=torch.int64)
+    order, step, place = _scan_order(plan.counts)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64)
+    fragment = order[place]
+    first, stop = starts[fragment] + step * chunk_tokens, starts[fragment + 1]
     tokens = (first[:, None] + torch.arange(chunk_tokens)).flatten()
     padding = tokens >= stop.repeat_interleave(chunk_tokens)
     real = (~padding).nonzero().flatten()
-    slots = torch.empty(starts[-1], dtype=torch.int64).scatter_(0, tokens[real], real)
+    slots = torch.empty(sum(lengths), dtype=torch.int64).scatter_(0, tokens[real], real)
     return ChunkGrid(
         tuple(lengths),
         chunk_tokens,
@@ -122,16 +119,16 @@ def chunk_grid(lengths: Sequence[int], chunk_tokens: int, device: torch.device |
 
 def scan_plan(counts: Sequence[int], device: torch.device | str = "cpu") -> ScanPlan:
     """Return the plan of fragments with the given numbers of chunks."""
-    active = [sum(count > step for count in counts) for step in range(max(counts, default=0))]
+    order, step, _ = _scan_order(counts)
+    active = step.bincount(minlength=0).tolist()
     steps = tuple(slice(end - a, end) for a, end in zip(active, itertools.accumulate(active), strict=True))
-    order = _by_count(counts)
-    position = sorted(range(len(order)), key=order.__getitem__)
-    return ScanPlan(tuple(counts), steps, _table(order, device), _table(position, device))
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return ScanPlan(tuple(counts), steps, order.to(device, non_blocking=True), position.to(device, non_blocking=True))
 
 
-def _by_count(counts: Sequence[int]) -> list[int]:
-    return sorted(range(len(counts)), key=lambda fragment: -counts[fragment])
-
-
-def _table(values: Sequence[int], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+def _scan_order(counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fragments by falling count, and of every chunk of X its step and the place of its fragment there."""
+    chunks = torch.tensor(counts, dtype=torch.int64)
+    order = chunks.argsort(descending=True, stable=True)
+    step, place = (torch.arange(max(counts, default=0))[:, None] < chunks[order]).nonzero(as_tuple=True)
+    return order, step, place
