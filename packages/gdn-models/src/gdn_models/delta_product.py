@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdn_kernels import checks, gated_delta_product
+from gdn_kernels import checks, gated_delta_product, l2_normalize
 from gdn_models.cache import DeltaProductState
 from gdn_models.config import GatedDeltaProductConfig
 from gdn_models.gates import wide_dtype
 
-NORM_EPS = 1e-6  # of the norm that makes keys and queries unit vectors
 PROJECTION_GAIN = 2**-2.5
 LEAST_STEP, MOST_STEP, STEP_FLOOR = 1e-3, 0.1, 1e-4
 
@@ -170,8 +169,8 @@ class GatedDeltaProduct(nn.Module):
         (q, k, v), tails = self._convolve(raw, cu_seqlens, state)
         batch, tokens, config = x.shape[0], x.shape[1], self.config
         rows, values = tokens * config.num_householder, config.heads_of_values
-        q = unit_vectors(q.reshape(batch, tokens, config.heads, config.head_dim))
-        k = unit_vectors(k.reshape(batch, rows, config.heads, config.head_dim))
+        q = l2_normalize(q.reshape(batch, tokens, config.heads, config.head_dim))
+        k = l2_normalize(k.reshape(batch, rows, config.heads, config.head_dim))
         v = v.reshape(batch, rows, values, config.value_dim)
         result = gated_delta_product(
             q, k, v, self._write_strength(x).reshape(batch, rows, values), self._log_decay(x),
@@ -304,12 +303,6 @@ class ShortConv(nn.Module):
     def extra_repr(self) -> str:
         """Return channels and taps."""
         return f"{self.weight.shape[0]}, size={self.weight.shape[2]}"
-
-
-def unit_vectors(x: Tensor) -> Tensor:
-    """Divide by the length over the last dim: ``x (sum x^2 + 1e-6) ** -0.5``, in fp32 (fp64), rounded once."""
-    wide = x.to(wide_dtype(x))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
 
 
 def check_cu_seqlens(cu_seqlens: Sequence[int], batch: int, tokens: int) -> None:
