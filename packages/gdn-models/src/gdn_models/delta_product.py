@@ -54,6 +54,9 @@ class GatedDeltaProduct(nn.Module):
         torch.Size([1, 12, 16])
     """
 
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
     def __init__(
         self,
         config: GatedDeltaProductConfig | None = None,
@@ -245,14 +248,14 @@ class GatedDeltaProduct(nn.Module):
         return found, (tails[0], tails[1], tails[2])
 
     def _write_strength(self, x: Tensor) -> Tensor:
-        logits = self.b_proj(x).to(wide_dtype(x))
+        logits: Tensor = self.b_proj(x).to(wide_dtype(x))
         return logits.sigmoid() * (2.0 if self.config.allow_neg_eigval else 1.0)
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
         """Natural logarithm of the decay, ``[B, T, HV]``, fp32 (fp64): rounded to 16 bits it would drift."""
         if self.a_proj is None:
             return None
-        logits = self.a_proj(x).to(wide_dtype(x))
+        logits: Tensor = self.a_proj(x).to(wide_dtype(x))
         return -self.A_log.to(logits.dtype).exp() * functional.softplus(logits + self.dt_bias.to(logits.dtype))
 
     def _project(self, x: Tensor, output: Tensor) -> Tensor:
