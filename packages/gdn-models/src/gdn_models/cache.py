@@ -59,6 +59,30 @@ class GDNState(NamedTuple):
         return GDNState(self.kv.detach(), self.z.detach(), _detached(self.conv), camera, self.frames)
 
 
+class DeltaProductState(NamedTuple):
+    """What `GatedDeltaProduct` remembers of the tokens it has read.
+
+    ``recurrent [B, HV, K, V]`` key-first, fp32 (fp64 for fp64 layers); ``conv``: the last inputs of the convolutions of
+    q, k and v, ``[B, taps - 1, channels]`` each, None without one.
+
+    Example:
+        >>> from gdn_models import GatedDeltaProduct
+        >>> layer, x = GatedDeltaProduct(dim=16, heads=2, head_dim=8), torch.rand(1, 5, 16)
+        >>> state = layer.init_state(1)
+        >>> first, state = layer(x[:, :3], state=state)
+        >>> second, state = layer(x[:, 3:], state=state)
+        >>> torch.allclose(torch.cat([first, second], 1), layer(x), atol=1e-5)
+        True
+    """
+
+    recurrent: Tensor
+    conv: ConvTails
+
+    def detach(self) -> DeltaProductState:
+        """Return the state cut from the graph that made it."""
+        return DeltaProductState(self.recurrent.detach(), _detached(self.conv))
+
+
 def _detached(tails: ConvTails) -> ConvTails:
     q, k, v = (None if tail is None else tail.detach() for tail in tails)
     return q, k, v
