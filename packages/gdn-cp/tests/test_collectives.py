@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from gdn_cp import CPContext, collectives, count_exchanges
+from gdn_cp import CPContext, collectives, count_exchanges, cp_frame_gdn
+from gdn_kernels.frame_gdn import stages
 
 pytestmark = pytest.mark.ranks
 
@@ -27,6 +28,36 @@ def test_gather_all_to_all_and_sum():
         assert seen.sent == [16, 4 * sum(rank + peer for peer in range(3)), 8]
 
     run_ranks(3, worker)
+
+
+@pytest.mark.parametrize("schedule", ["all_gather", "chain", "doubling"])
+def test_local_work_runs_between_start_and_wait(schedule, monkeypatch):
+    """What needs nothing from other ranks is launched while the first message travels: on every rank, once."""
+    order = []
+    wait, gather, batch = collectives._wait, collectives._start_gather, dist.batch_isend_irecv
+    monkeypatch.setattr(collectives, "_wait", lambda work: (order.append("wait"), wait(work)))
+    monkeypatch.setattr(collectives, "_start_gather", lambda *given: (order.append("start"), gather(*given))[1])
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda given: (order.append("start"), batch(given))[1])
+    for kind in (stages.TorchRun, stages.TorchAdjoint):
+        monkeypatch.setattr(kind, "overlap", lambda self: order.append("work"))
+
+    def worker(rank: int) -> list[list[str]]:
+        context = CPContext(dist.group.WORLD, schedule=schedule)
+        found = []
+        for _ in range(2):  # the first time ranks compare their arguments before
+            order.clear()
+            leaves = torch.rand(1, 2, 3, 1, 4, requires_grad=True), torch.rand(1, 1, 1, 2), torch.rand(1, 1, 1)
+            output = cp_frame_gdn(*leaves, context=context, direction="bidirectional").output
+            forward = list(order)
+            order.clear()
+            output.sum().backward()
+            found = [forward, list(order)]
+        return found
+
+    for passes in run_ranks(2, worker):
+        for steps in passes:
+            assert steps.count("work") == 1
+            assert steps.index("start") < steps.index("work") < steps.index("wait")
 
 
 def test_a_failed_exchange_names_operation_tag_and_rank():

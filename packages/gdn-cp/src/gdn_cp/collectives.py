@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gdn_cp.checkpoint import current_log
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,18 +131,32 @@ def is_process_group(x: object) -> bool:
     return isinstance(x, ProcessGroup)
 
 
-def all_gather(buffer: Tensor, context: CPContext, label: str) -> Tensor:
+def all_gather(buffer: Tensor, context: CPContext, label: str, meanwhile: Callable[[], None] | None = None) -> Tensor:
     """Gather equal flat buffers of all ranks: ``[n]`` to ``[P, n]`` in rank order.
+
+    ``meanwhile`` is called once the exchange is under way, and before it is waited for.
 
     Communication: one all-gather of the buffer. Every rank must call this: yes. Gradient: none.
 
     Raises:
         RuntimeError: The exchange did not complete; names operation, tag and rank, with the cause chained.
     """
+    log = current_log()
+    if log is not None and log.replays:
+        if meanwhile is not None:
+            meanwhile()
+        return cast(Tensor, log.take())
     group = _group(context)
     flat = buffer.contiguous()
     with _exchange(context, label, flat.numel() * flat.element_size()):
-        return _gather(flat, group)
+        gathered, work = _start_gather(flat, group)
+    if meanwhile is not None:
+        meanwhile()
+    with _named(context, label):
+        _wait(work)
+    if log is not None:
+        log.put(gathered)
+    return gathered
 
 
 def all_to_all(send: Sequence[Tensor], receive_sizes: Sequence[int], context: CPContext, label: str) -> list[Tensor]:
@@ -148,13 +164,19 @@ def all_to_all(send: Sequence[Tensor], receive_sizes: Sequence[int], context: CP
 
     Communication: one all-to-all. Every rank must call this: yes. Gradient: none.
     """
+    log = current_log()
+    if log is not None and log.replays:
+        return list(log.take())
     group = _group(context)
     sizes = [x.numel() for x in send]
     buffer = torch.cat([x.reshape(-1) for x in send])
     received = torch.empty(sum(receive_sizes), dtype=buffer.dtype, device=buffer.device)
     with _exchange(context, label, buffer.numel() * buffer.element_size()):
         _wait(dist.all_to_all_single(received, buffer, list(receive_sizes), sizes, group=group, async_op=True))
-    return list(torch.split(received, list(receive_sizes)))
+    parts = list(torch.split(received, list(receive_sizes)))
+    if log is not None:
+        log.put(parts)
+    return parts
 
 
 def swap(
@@ -165,6 +187,7 @@ def swap(
     label: str,
     *,
     continued: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[Tensor]:
     """Send flat tensors to some ranks and receive from some, all at once.
 
@@ -175,11 +198,17 @@ def swap(
         context: the ranks.
         label: name of the exchange.
         continued: this is a further round of the exchange that was counted last.
+        meanwhile: called once the messages are under way, and before they are waited for.
 
     Communication: one batch of point-to-point messages. Every rank must call this: those that its messages name. The
         first time on a group that no collective was made on, all ranks must, for one gather of one element before it.
         Gradient: none.
     """
+    log = current_log()
+    if log is not None and log.replays:
+        if meanwhile is not None:
+            meanwhile()
+        return list(log.take())
     group = _group(context)
     outgoing = [(rank, x.contiguous()) for rank, x in sends if x.numel()]  # nothing is not worth a message
     received = [torch.empty(size, dtype=like.dtype, device=like.device) for _, size in receives]
@@ -191,8 +220,14 @@ def swap(
         for (rank, size), x in zip(receives, received, strict=True):
             if size:
                 operations.append(dist.P2POp(dist.irecv, x, global_rank(group, rank), group))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+        pending = dist.batch_isend_irecv(operations) if operations else []
+    if meanwhile is not None:
+        meanwhile()
+    with _named(context, label):
+        for work in pending:
             _wait(work)
+    if log is not None:
+        log.put(received)
     return received
 
 
@@ -225,11 +260,16 @@ def _group(context: CPContext) -> ProcessGroup:
 
 
 def _gather(flat: Tensor, group: ProcessGroup) -> Tensor:
+    gathered, work = _start_gather(flat, group)
+    _wait(work)
+    return gathered
+
+
+def _start_gather(flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
     size = group_size(group)
     gathered = torch.empty(size * flat.numel(), dtype=flat.dtype, device=flat.device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter until torch 2.13
-    _wait(gather(gathered, flat, group=group, async_op=True))
-    return gathered.view(size, flat.numel())
+    return gathered.view(size, flat.numel()), gather(gathered, flat, group=group, async_op=True)
 
 
 def _wait(work: Any) -> None:

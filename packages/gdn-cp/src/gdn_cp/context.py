@@ -30,7 +30,7 @@ class CPContext:
             `gdn_cp.cost_model.measure_link` found; decides what auto takes and into how many parts a chain is cut.
             The same on every rank.
         validate: ``"first"`` compares the ranks' arguments the first time a kind of call is seen, ``"always"`` on every
-            call (waits on the host: for tests), ``"never"`` does not.
+            call, and fills what a rank must not read with NaN (waits on the host: for tests), ``"never"`` does not.
         save_transitions: keep the gathered transitions for the backward (P * 2 D^2 numbers per batch element and head
             and call) instead of sending them again.
         force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient.

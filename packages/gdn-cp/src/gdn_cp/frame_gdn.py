@@ -244,6 +244,7 @@ def _run(
         plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts,
                          output_final_state, context.save_transitions, context.schedule,
                          as_link(context.link))  # fmt: skip
+        plan = dataclasses.replace(plan, poison=context.validate == "always")
         if partition is not None:
             _check_partition(context, partition, inputs.beta.shape[2])
         return _terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
@@ -346,7 +347,7 @@ class _CPFrameGDN(torch.autograd.Function):
         run = stages.begin(inputs, plan.options)
         own = passes.publish(plan, run.summary, initial)
         steps = schedules.enter(plan, own, initial)
-        entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward")
+        entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward", run.overlap)
         result, denominator, saved = run.finish(entry)
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
@@ -363,6 +364,7 @@ class _CPFrameGDN(torch.autograd.Function):
         saved = tensors[_INPUTS + _ENTRY :]
         adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
         own = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), kept)
-        exits, dinitial = schedules.over_ranks(schedules.leave(plan, own, kept), ctx.context, f"{ctx.op} backward")
+        steps = schedules.leave(plan, own, kept)
+        exits, dinitial = schedules.over_ranks(steps, ctx.context, f"{ctx.op} backward", adjoint.overlap)
         dinputs = adjoint.finish(exits, ctx.needs_input_grad[4 : 4 + _INPUTS])
         return (None, None, None, None, *dinputs, *dinitial)

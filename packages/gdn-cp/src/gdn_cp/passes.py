@@ -31,6 +31,7 @@ class RankPlan:
         save_transitions: the backward finds the gathered transitions saved, and does not send them again.
         schedule: how summaries travel.
         blocks: parts of a message in the chain.
+        poison: slots of a gathered buffer that this rank must not read hold NaN.
     """
 
     options: FrameOptions
@@ -47,6 +48,7 @@ class RankPlan:
     save_transitions: bool = True
     schedule: str = "all_gather"
     blocks: int = 1
+    poison: bool = False
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -83,6 +83,8 @@ def _fold(
     In the reverse direction a rank with a chunk start hands on nothing of what it was given.
     """
     transition, increment = blocks[f"transition_{stream}"], blocks[f"{kind}_{stream}"]
+    if plan.poison:
+        transition, increment = (_with_nan_outside(x, order) for x in (transition, increment))
     dropped = tuple(r for r in range(plan.size) if plan.has_reset[r]) if kind == REVERSE else ()
     if plan.options.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.fold import fold
@@ -94,6 +96,14 @@ def _fold(
         maps.append(AffineMap(factor.mT if transposed else factor, _columns(increment[r], stream)))
     first = torch.zeros_like(increment[0]) if start is None else start
     return [_shaped(x, stream) for x in affine.states_between(maps, _columns(first, stream))]
+
+
+def _with_nan_outside(x: Tensor, order: range) -> Tensor:
+    """Return a copy ``[P, ...]`` in which the slots that a fold must not read are NaN."""
+    unread = [r for r in range(len(x)) if r not in order]
+    x = x.clone()
+    x[unread] = torch.nan
+    return x
 
 
 def _columns(x: Tensor, stream: str) -> Tensor:

@@ -7,7 +7,7 @@ All ranks yield the same number of rounds; a swap in which a rank has nothing to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,23 +44,32 @@ class Swap:
 Steps = Generator[Gather | Swap, Any, T]
 
 
-def over_ranks(steps: Steps[T], context: CPContext, label: str) -> T:
-    """Run one rank's schedule over its process group, as one exchange of this label."""
+def over_ranks(steps: Steps[T], context: CPContext, label: str, meanwhile: Callable[[], None] | None = None) -> T:
+    """Run one rank's schedule over its process group, as one exchange of this label.
+
+    ``meanwhile`` is called while the first round travels, on every rank.
+    """
     answer: Any = None
     opened = False
     while True:
         try:
             step = steps.send(answer)
         except StopIteration as done:
+            if meanwhile is not None:
+                meanwhile()
             result: T = done.value
             return result
         if isinstance(step, Gather):
-            answer = collectives.all_gather(step.buffer, context, label)
+            answer = collectives.all_gather(step.buffer, context, label, meanwhile)
         elif step.sends or step.receives:
-            answer = collectives.swap(step.sends, step.receives, step.like, context, label, continued=opened)
+            answer = collectives.swap(
+                step.sends, step.receives, step.like, context, label, continued=opened, meanwhile=meanwhile
+            )
             opened = True
         else:
             answer = []
+            continue
+        meanwhile = None
 
 
 def in_lockstep(schedules: Sequence[Steps[T]]) -> list[T]:
