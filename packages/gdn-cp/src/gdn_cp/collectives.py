@@ -181,8 +181,9 @@ def swap(
         Gradient: none.
     """
     group = _group(context)
-    outgoing = [(rank, x.contiguous()) for rank, x in sends if x.numel()]  # nothing is not worth a message
-    received = [torch.empty(size, dtype=like.dtype, device=like.device) for _, size in receives]
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else like.device  # gloo sends from the host only
+    outgoing = [(rank, x.to(device).contiguous()) for rank, x in sends if x.numel()]  # nothing is not worth a message
+    received = [torch.empty(size, dtype=like.dtype, device=device) for _, size in receives]
     sent = sum(x.numel() * x.element_size() for _, x in outgoing)
     with _exchange(context, label, sent, len(outgoing), continued=continued):
         if group not in _opened:  # NCCL wants every rank in a group's first operation
@@ -193,7 +194,7 @@ def swap(
                 operations.append(dist.P2POp(dist.irecv, x, global_rank(group, rank), group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             _wait(work)
-    return received
+    return [x.to(like.device) for x in received]
 
 
 def all_reduce_sum(tensor: Tensor, context: CPContext) -> Tensor:
