@@ -5,7 +5,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from gdn_cp import CPContext, count_exchanges
-from gdn_cp.cost_model.measure import measure_link
+from gdn_cp.cost_model import measure_link
 
 
 @pytest.mark.ranks
