@@ -210,8 +210,9 @@ def swap(
             meanwhile()
         return list(log.take())
     group = _group(context)
-    outgoing = [(rank, x.contiguous()) for rank, x in sends if x.numel()]  # nothing is not worth a message
-    received = [torch.empty(size, dtype=like.dtype, device=like.device) for _, size in receives]
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else like.device  # gloo sends from the host only
+    outgoing = [(rank, x.to(device).contiguous()) for rank, x in sends if x.numel()]  # nothing is not worth a message
+    received = [torch.empty(size, dtype=like.dtype, device=device) for _, size in receives]
     sent = sum(x.numel() * x.element_size() for _, x in outgoing)
     with _exchange(context, label, sent, len(outgoing), continued=continued):
         if group not in _opened:  # NCCL wants every rank in a group's first operation
@@ -226,9 +227,10 @@ def swap(
     with _named(context, label):
         for work in pending:
             _wait(work)
+    arrived = [x.to(like.device) for x in received]
     if log is not None:
-        log.put(received)
-    return received
+        log.put(arrived)
+    return arrived
 
 
 def all_reduce_sum(tensor: Tensor, context: CPContext) -> Tensor:

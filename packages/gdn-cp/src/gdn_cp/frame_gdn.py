@@ -78,7 +78,7 @@ def cp_frame_gdn(
         initial_state: every rank passes a state of the same shape, or every rank None. That of rank 0 is read, and
             receives a gradient; the others receive zeros.
         output_final_state: return the state after the clip's last frame, the same on every rank. Gradients that arrive
-            on several ranks are summed.
+            on several ranks are summed. Not with ``schedule="chain"`` or ``"doubling"`` of the context.
         norm_eps: as in `gdn_kernels.frame_gdn`.
         eps: as in `gdn_kernels.frame_gdn`.
         precision: as in `gdn_kernels.frame_gdn`.
@@ -92,8 +92,9 @@ def cp_frame_gdn(
         RuntimeError: Ranks disagree; no partition with chunk starts; a partition of another size or other counts; an
             exchange did not complete.
 
-    Communication: one all-gather per pass, of ``4 D^2 + 2 D`` numbers per batch element and head forward (both
-        directions) and ``2 D^2 + 2 D`` backward, fp32 (fp64 for fp64), whatever F and S.
+    Communication: one exchange per pass, fp32 (fp64 for fp64), whatever F and S. By all-gather ``4 D^2 + 2 D`` numbers
+        per batch element and head forward (both directions) and ``2 D^2 + 2 D`` backward; along a chain ``D^2 + D`` to
+        each neighbour in either pass; doubling, ``3 D^2 + D`` per direction and round in either pass.
     Every rank must call this: yes, and its backward, if some rank's input requires a gradient.
     Gradient: of the sum of all ranks' losses. Parameters that ranks share get partial gradients; sum them.
 
@@ -186,8 +187,8 @@ def cp_frame_gdn_numerator(
 
     Arguments, errors and gradients are those of `cp_frame_gdn`; q, k, v ``[B, N, H, D]``.
 
-    Communication: one all-gather per pass, of ``3 D^2`` numbers per batch element and head forward (both directions),
-        then ``2 D^2`` backward.
+    Communication: one exchange per pass. By all-gather ``3 D^2`` numbers per batch element and head forward (both
+        directions), then ``2 D^2`` backward; chain ``D^2``, doubling ``2 D^2``, counted as in `cp_frame_gdn`.
 
     Returns:
         FrameGDNNumeratorResult: ``numerator [B, N, H, D]`` fp32 (fp64), ``final_state`` ``[B, H, D, D]`` or None.

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from gdn_cp import collectives
 from gdn_cp.context import CPContext
-from gdn_cp.cost_model import LINKS, SCHEDULES, Link, choose_schedule, message_bytes, predict
-from gdn_cp.cost_model.measure import measure_link
+from gdn_cp.cost_model import LINKS, SCHEDULES, Link, choose_schedule, measure_link, message_bytes, predict
 
 
 def table(links: Sequence[Link], sizes: Sequence[int], width: int, heads: int, batch: int = 1) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from gdn_cp import collectives
-from gdn_cp.context import CPContext
-from gdn_cp.cost_model import Link
+from gdn_cp.cost_model.model import Link
+
+if TYPE_CHECKING:
+    from gdn_cp.context import CPContext
 
 _SMALL, _LARGE = 256, 1 << 23  # bytes of the two messages that a link is measured with
 
