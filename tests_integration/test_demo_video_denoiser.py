@@ -10,10 +10,10 @@ import pytest
 import torch
 
 DEMO = Path(__file__).parent.parent / "examples" / "video_denoiser"
-sys.path.insert(0, str(DEMO))
+sys.path[:0] = [str(DEMO), str(DEMO.parent)]
 
-import clip  # noqa: E402  the folder above is on the path now
-import report  # noqa: E402
+import clip  # noqa: E402  the folders above are on the path now
+import proof  # noqa: E402
 import train  # noqa: E402
 
 pytestmark = pytest.mark.ranks
@@ -37,7 +37,7 @@ def test_more_ranks_than_frames_agree():
     settings = train.Settings(steps=1)
     one = train.train(tokens, settings, torch.device("cpu"), None, "one")
     many = train.train_on_ranks(tokens, settings, clip.FRAMES + 1, on_cuda=False)
-    assert all(line.holds for line in report.compare(one, many, one)[:2])
+    assert all(line.holds for line in proof.compare(one, many, one)[:2])
 
 
 def test_a_missing_sum_of_gradients_is_noticed():
@@ -45,14 +45,39 @@ def test_a_missing_sum_of_gradients_is_noticed():
     tokens = clip.load_clip(clip.default_clip()).tokens
     one = train.train(tokens, train.Settings(steps=2), torch.device("cpu"), None, "one")
     broken = train.train_on_ranks(tokens, train.Settings(steps=2, sum_gradients=False), 2, on_cuda=False)
-    output, gradients, weights, *_ = report.compare(one, broken, one)
+    output, gradients, weights, *_ = proof.compare(one, broken, one)
     assert output.holds
     assert not gradients.holds
     assert not weights.holds
 
 
+def test_a_proof_that_fails_is_exit_status_1(tmp_path):
+    done = run("--steps", "2", "--break-it", "--out", str(tmp_path / "picture.png"))
+    assert done.returncode == 1, done.stderr
+    assert "one process and ranks DISAGREE" in done.stdout
+    assert "  NO" in done.stdout
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence_before_the_training(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("--out", str(tmp_path / "file" / "picture.png"))
+    assert done.returncode == 2
+    (sentence,) = done.stderr.strip().splitlines()
+    assert sentence.startswith(f"demo: cannot write {tmp_path / 'file' / 'picture.png'}: ")
+
+
+def test_a_rank_that_fails_ends_the_run():
+    with pytest.raises(Exception, match="rank 1 stumbled"):
+        proof.on_ranks(2, False, stumble)
+
+
+def stumble(rank, device):
+    if rank == 1:
+        raise ValueError("rank 1 stumbled")
+
+
 def test_a_nan_is_no_agreement():
-    assert not report.Line("losses", float("nan"), 1.0).holds
+    assert not proof.Line("losses", float("nan"), 1.0).holds
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from clip import GRID
 from model import make_denoiser
+from proof import Run, on_ranks
 from torch import Tensor
 from tqdm import tqdm
 
 from gdn_cp import CPContext, FramePartition, count_exchanges
 from gdn_models import all_reduce_gradients, apply_context_parallel
 
-LIMIT_S = 900.0  # a run on ranks that takes longer has gone wrong
 EVALUATION_SIGMA = 0.5
 
 
@@ -32,26 +28,6 @@ class Settings:
     lr: float = 2e-3
     nudge: float = 1.0
     sum_gradients: bool = True
-
-
-@dataclasses.dataclass
-class Run:
-    """What a run leaves, on the CPU: ``losses`` per step; ``output``, ``gradients`` of the first step; ``weights`` and
-    ``denoised`` at the end; ``labels`` and ``sent`` of the exchanges of one step, bytes per rank."""
-
-    losses: list[float]
-    output: Tensor
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    denoised: Tensor
-    seconds: float
-    labels: list[str]
-    sent: list[int]
-
-
-def share_cores(processes: int) -> None:
-    """Give this process its share of the cores, at most half: waiting for a busy one costs more."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(2, processes)))
 
 
 def noise_of(step: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,42 +80,20 @@ def train(clip: Tensor, settings: Settings, device: torch.device, context: CPCon
         noisy = (clip + evaluation_noise(clip))[:, cut].to(device)
         denoised = model(noisy, torch.tensor(EVALUATION_SIGMA, device=device), grid).cpu()
     weights = {n: p.detach().cpu() for n, p in model.named_parameters()}
-    return Run(losses, *first, weights, denoised, time.monotonic() - begin, labels, sent)
+    seconds, threads = time.monotonic() - begin, torch.get_num_threads()
+    return Run(losses, *first, weights, denoised, seconds, threads, labels, sent)
 
 
 def train_on_ranks(clip: Tensor, settings: Settings, size: int, on_cuda: bool) -> Run:
-    """Train on ``size`` processes and put their parts together: frames in order, losses summed.
-
-    Raises:
-        RuntimeError: The ranks did not finish in time; a rank's own error comes with its traceback.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save((clip, settings), Path(folder) / "job")
-        ranks = mp.spawn(_rank, args=(size, folder, on_cuda), nprocs=size, join=False)
-        deadline = time.monotonic() + LIMIT_S
-        while not ranks.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                for process in ranks.processes:
-                    process.kill()
-                raise RuntimeError(f"the ranks did not finish within {LIMIT_S:.0f} s")
-        runs: list[Run] = [torch.load(Path(folder) / f"{rank}", weights_only=False) for rank in range(size)]
+    """Train on ``size`` processes and put their parts together: frames in order, losses summed."""
+    runs = on_ranks(size, on_cuda, _train_rank, clip, settings)
     whole = runs[0]
     whole.losses = [sum(parts) for parts in zip(*(run.losses for run in runs), strict=True)]
     whole.output = torch.cat([run.output for run in runs], 1)
-    whole.denoised = torch.cat([run.denoised for run in runs], 1)
+    whole.final = torch.cat([run.final for run in runs], 1)
     return whole
 
 
-def _rank(rank: int, size: int, folder: str, on_cuda: bool) -> None:
-    share_cores(size)
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
-    if on_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
-    )
-    clip, settings = torch.load(Path(folder) / "job", weights_only=False)
+def _train_rank(rank: int, device: torch.device, clip: Tensor, settings: Settings) -> Run:
     context = CPContext(dist.group.WORLD, tag="denoiser")
-    torch.save(train(clip, settings, device, context, f"{size} ranks"), Path(folder) / f"{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    return train(clip, settings, device, context, f"{context.size} ranks")

@@ -1,0 +1,172 @@
+"""What the demos share: training runs in processes, and the comparison of what they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+LIMIT_S = 900.0  # ranks that take longer have gone wrong
+EXCHANGE_LIMIT = timedelta(seconds=120)
+# Ranks round the same sums in another order. So they may differ ten times as much as a run on one process whose input
+# was moved by one rounding; a drift counts as at least 16 roundings of fp32, and no proof allows more than two percent.
+DRIFT_FACTOR = 10.0
+DRIFT_FLOOR, DRIFT_CEILING = 16 * 2.0**-24, 2e-2
+
+
+class Line(NamedTuple):
+    """One comparison of the table."""
+
+    what: str
+    difference: float
+    tolerance: float
+    where: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the tolerance; NaN is not."""
+        return self.difference <= self.tolerance
+
+
+@dataclasses.dataclass
+class Run:
+    """What a training run leaves, on the CPU.
+
+    ``losses`` per step; ``output`` and ``gradients`` of the first step; ``weights`` and ``final`` output at the end;
+    ``labels`` and ``sent`` of the exchanges of one step, bytes per rank; ``seconds``, on ``threads`` cores.
+    """
+
+    losses: list[float]
+    output: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    final: Tensor
+    seconds: float
+    threads: int
+    labels: list[str]
+    sent: list[int]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm expected; inf where something is not finite."""
+    if not expected.norm() > 0:
+        return float(found.norm())
+    difference = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return difference if math.isfinite(difference) else math.inf
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
+    """Return the parameter that differs most, relative to the largest of its kind, and by how much."""
+    scale = max(float(x.norm()) for x in expected.values())
+    differences = {
+        name: float((found[name].double() - x.double()).norm()) / max(float(x.norm()), 1e-3 * scale)
+        for name, x in expected.items()
+    }
+    name = max(differences, key=lambda key: differences[key] if math.isfinite(differences[key]) else math.inf)
+    return name, differences[name] if math.isfinite(differences[name]) else math.inf
+
+
+def compare(one: Run, ranks: Run, nudged: Run) -> list[Line]:
+    """Hold the run on ranks to the one on one process; the nudged run says how far rounding alone drifts."""
+    found, drift = differences(ranks, one), differences(nudged, one)
+    return [
+        Line(what, found[what][1], min(DRIFT_CEILING, DRIFT_FACTOR * max(DRIFT_FLOOR, drift[what][1])), found[what][0])
+        for what in found
+    ]
+
+
+def differences(run: Run, one: Run) -> dict[str, tuple[str, float]]:
+    """Return, for what a run leaves, which part of it differs most from the run on one process, and by how much."""
+    return {
+        "output of the first step": ("", relative(run.output, one.output)),
+        "gradients of the first step": worst(run.gradients, one.gradients),
+        "final weights": worst(run.weights, one.weights),
+        "final output": ("", relative(run.final, one.final)),
+        "losses": ("", relative(torch.tensor(run.losses), torch.tensor(one.losses))),
+    }
+
+
+def table(title: str, one: Run, ranks: Run, size: int, lines: Sequence[Line], more: Sequence[str]) -> str:
+    """Return the text of the report; ``more``: lines that belong to one demo."""
+    steps = len(one.losses)
+    shown = sorted({*range(0, steps, max(1, steps // 8)), steps - 1})
+    text = [title, "", "  step   one process   ranks"]
+    text += [f"  {i:4d}   {one.losses[i]:11.6f}   {ranks.losses[i]:11.6f}" for i in shown]
+    text += [
+        "",
+        *more,
+        f"  time   {one.seconds:.1f} s (one process, {one.threads} cores), "
+        f"{ranks.seconds:.1f} s ({size} ranks, cores of each: {ranks.threads})",
+        "",
+        "  exchange of one step, per rank              number    bytes each",
+    ]
+    for label in dict.fromkeys(ranks.labels):
+        sent = [n for name, n in zip(ranks.labels, ranks.sent, strict=True) if name == label]
+        text.append(f"  {label:42s}  {len(sent):6d}  {max(sent):12,d}")
+    text += ["", "  largest relative difference", ""]
+    for line in lines:
+        what = f"{line.what} (worst: {line.where})" if line.where else line.what
+        text.append(f"  {what:72s} {line.difference:9.2e}  <= {line.tolerance:.1e}  {'yes' if line.holds else 'NO'}")
+    text += [
+        "",
+        f"  A tolerance is {DRIFT_FACTOR:g} times the drift of a third run, on one process, whose input was moved by",
+        f"  one fp32 rounding; a drift counts as {DRIFT_FLOOR:.0e} at least.",
+    ]
+    return "\n".join(text)
+
+
+def share_cores(processes: int) -> int:
+    """Give this process its share of the cores, at most half: waiting for a busy one costs more. Return how many."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(2, processes)))
+    return torch.get_num_threads()
+
+
+def on_ranks(size: int, on_cuda: bool, train: Callable[..., Run], *arguments: Any) -> list[Run]:
+    """Run ``train(rank, device, *arguments)`` in ``size`` processes of one group and return what each leaves.
+
+    Raises:
+        RuntimeError: The ranks did not finish in time; a rank's own error comes with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((train, arguments), Path(folder) / "job")
+        ranks = mp.spawn(_rank, args=(size, folder, on_cuda), nprocs=size, join=False)
+        deadline = time.monotonic() + LIMIT_S
+        while not ranks.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+                raise RuntimeError(f"the ranks did not finish within {LIMIT_S:.0f} s")
+        return [torch.load(Path(folder) / f"{rank}", weights_only=False) for rank in range(size)]
+
+
+def _rank(rank: int, size: int, folder: str, on_cuda: bool) -> None:
+    share_cores(size)
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
+        timeout=EXCHANGE_LIMIT,
+    )  # fmt: skip
+    train, arguments = torch.load(Path(folder) / "job", weights_only=False)
+    torch.save(train(rank, device, *arguments), Path(folder) / f"{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def require_writable(path: Path) -> None:
+    """Raise OSError now, rather than after the training, if ``path`` cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab"):
+        pass
