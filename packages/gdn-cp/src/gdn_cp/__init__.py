@@ -11,6 +11,7 @@ from gdn_cp.adapters import (
     phase_a_to_cp_scan_transitions,
 )
 from gdn_cp.affine import AffineMap
+from gdn_cp.checkpoint import keep_exchanges
 from gdn_cp.collectives import count_exchanges
 from gdn_cp.context import CPContext
 from gdn_cp.frame_gdn import cp_frame_gdn, cp_frame_gdn_numerator, cp_frame_gdn_raw
@@ -43,6 +44,7 @@ __all__ = [
     "cp_scan_states_to_phase_c_states",
     "halo_exchange",
     "join_backward",
+    "keep_exchanges",
     "phase_a_to_cp_scan_transitions",
     "simulate",
 ]

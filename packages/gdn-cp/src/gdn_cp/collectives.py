@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gdn_cp.handles import context_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +36,7 @@ class ExchangeCount:
 
 
 _counters: list[ExchangeCount] = []
+_started = threading.local()  # the work of the exchange that this thread started last
 
 
 @contextlib.contextmanager
@@ -97,22 +101,40 @@ def is_process_group(x: object) -> bool:
     return isinstance(x, ProcessGroup)
 
 
-def all_gather(buffer: Tensor, context: CPContext, label: str) -> Tensor:
-    """Gather equal flat buffers of all ranks: ``[n]`` to ``[P, n]`` in rank order.
+class Exchange:
+    """An exchange on its way. `wait` makes the device's current stream wait for it, not the host (gloo: the host)."""
+
+    def __init__(self, received: Tensor, work: Any, context: CPContext, label: str) -> None:
+        self._received, self._work, self._context, self._label = received, work, context, label
+
+    def wait(self) -> Tensor:
+        """Return what was received.
+
+        Raises:
+            RuntimeError: The exchange did not complete; names operation, tag and rank, with the cause chained.
+        """
+        if self._work is not None:
+            with _named(self._context, self._label, "wait for "):
+                self._work.wait()
+            self._work = None
+        return self._received
+
+
+def start_all_gather(buffer: Tensor, context: CPContext, label: str) -> Exchange:
+    """Start gathering equal flat buffers of all ranks: ``[n]`` to ``[P, n]`` in rank order.
 
     Communication: one all-gather of the buffer. Every rank must call this: yes. Gradient: none.
 
     Raises:
-        RuntimeError: The exchange did not complete; names operation, tag and rank, with the cause chained.
+        RuntimeError: The exchange could not start; names operation, tag and rank, with the cause chained.
     """
-    group = _group(context)
-    size = group_size(group)
-    flat = buffer.contiguous()
-    gathered = torch.empty(size * flat.numel(), dtype=flat.dtype, device=flat.device)
-    with _exchange(context, label, flat.numel() * flat.element_size()):
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter until torch 2.13
-        _wait(gather(gathered, flat, group=group, async_op=True))
-    return gathered.view(size, flat.numel())
+    received: Tensor = torch.ops.gdn_cp.exchange(buffer.contiguous(), context.handle, label)
+    return Exchange(received, _take_work(), context, label)
+
+
+def all_gather(buffer: Tensor, context: CPContext, label: str) -> Tensor:
+    """Gather equal flat buffers of all ranks and wait; see `start_all_gather`."""
+    return start_all_gather(buffer, context, label).wait()
 
 
 def all_to_all(send: Sequence[Tensor], receive_sizes: Sequence[int], context: CPContext, label: str) -> list[Tensor]:
@@ -120,13 +142,10 @@ def all_to_all(send: Sequence[Tensor], receive_sizes: Sequence[int], context: CP
 
     Communication: one all-to-all. Every rank must call this: yes. Gradient: none.
     """
-    group = _group(context)
-    sizes = [x.numel() for x in send]
     buffer = torch.cat([x.reshape(-1) for x in send])
-    received = torch.empty(sum(receive_sizes), dtype=buffer.dtype, device=buffer.device)
-    with _exchange(context, label, buffer.numel() * buffer.element_size()):
-        _wait(dist.all_to_all_single(received, buffer, list(receive_sizes), sizes, group=group, async_op=True))
-    return list(torch.split(received, list(receive_sizes)))
+    sizes = [x.numel() for x in send]
+    flat = torch.ops.gdn_cp.exchange_uneven(buffer, sizes, list(receive_sizes), context.handle, label)
+    return list(torch.split(Exchange(flat, _take_work(), context, label).wait(), list(receive_sizes)))
 
 
 def all_reduce_sum(tensor: Tensor, context: CPContext) -> Tensor:
@@ -159,6 +178,12 @@ def _group(context: CPContext) -> ProcessGroup:
     return group
 
 
+def _take_work() -> Any:
+    """Return the work that the operator called last has started; None if its result was kept from an earlier call."""
+    work, _started.work = getattr(_started, "work", None), None
+    return work
+
+
 def _wait(work: Any) -> None:
     if work is not None:
         work.wait()
@@ -174,13 +199,40 @@ def _exchange(context: CPContext, label: str, sent: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named(context: CPContext, label: str) -> Iterator[None]:
+def _named(context: CPContext, label: str, what: str = "") -> Iterator[None]:
     """Put the exchange in a profiler range of its name, and its name into what goes wrong."""
     tag = f" (tag {context.tag})" if context.tag else ""
     try:
-        with torch.profiler.record_function(f"gdn_cp: {label}{tag}"):
+        with torch.profiler.record_function(f"gdn_cp: {what}{label}{tag}"):
             yield
     except RuntimeError as error:
         raise RuntimeError(
             f"gdn_cp: exchange of {label}{tag} did not complete on rank {context.rank} of {context.size}"
         ) from error
+
+
+def _gather_op(buffer: Tensor, handle: str, label: str) -> Tensor:
+    context = context_of(handle)
+    group = _group(context)
+    gathered = torch.empty(group_size(group) * buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+    with _exchange(context, label, buffer.numel() * buffer.element_size()):
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter until torch 2.13
+        _started.work = gather(gathered, buffer, group=group, async_op=True)
+    return gathered.view(group_size(group), buffer.numel())
+
+
+def _uneven_op(buffer: Tensor, send: list[int], receive: list[int], handle: str, label: str) -> Tensor:
+    context = context_of(handle)
+    received = torch.empty(sum(receive), dtype=buffer.dtype, device=buffer.device)
+    with _exchange(context, label, buffer.numel() * buffer.element_size()):
+        group = _group(context)
+        _started.work = dist.all_to_all_single(received, buffer, receive, send, group=group, async_op=True)
+    return received
+
+
+# Operators, so that a checkpoint can keep what they return. They start an exchange; its work is picked up at once.
+_library = torch.library.Library("gdn_cp", "FRAGMENT")
+_library.define("exchange(Tensor buffer, str context, str label) -> Tensor")
+_library.impl("exchange", _gather_op, "CompositeExplicitAutograd")
+_library.define("exchange_uneven(Tensor buffer, int[] send, int[] receive, str context, str label) -> Tensor")
+_library.impl("exchange_uneven", _uneven_op, "CompositeExplicitAutograd")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gdn_cp import collectives
+from gdn_cp.handles import new_handle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,8 +54,13 @@ class CPContext:
     process_group: Any = dataclasses.field(default=None, init=False, repr=False)
     rank: int = dataclasses.field(default=0, init=False)
     size: int = dataclasses.field(default=1, init=False)
+    handle: str = dataclasses.field(default="", init=False, repr=False)
+    tie: Any = dataclasses.field(default=None, init=False, repr=False)  # with force_backward: it requires a gradient
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", new_handle(self))
+        if self.force_backward:
+            object.__setattr__(self, "tie", torch.empty(0, requires_grad=True))
         if self.schedule in _PLANNED_SCHEDULES:
             raise NotImplementedError(f"schedule={self.schedule!r} is not in this release; use 'all_gather' or 'auto'")
         for name, value, allowed in (("schedule", self.schedule, _SCHEDULES), ("validate", self.validate, _VALIDATE)):

@@ -328,6 +328,48 @@ def _state(kv: Tensor | None, z: Tensor | None) -> FrameState | None:
     return FrameState(kv, z) if kv is not None and z is not None else None
 
 
+def run_forward(
+    op: str, context: CPContext, plan: RankPlan, inputs: FrameInputs, initial: tuple[Tensor | None, Tensor | None]
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """Return result, denominator, final kv and z; and what `run_backward` needs besides the inputs.
+
+    The latter: transitions, own transitions, four entry states, and what the local operation keeps.
+    """
+    run = stages.begin(inputs, plan.options)
+    own = passes.publish(plan, run.summary, initial)
+    exchange = collectives.start_all_gather(own, context, f"{op} forward")
+    run.overlap()
+    gathered = exchange.wait()
+    entry, final = passes.entries(plan, gathered, initial)
+    result, denominator, saved = run.finish(entry)
+    kept = plan.transition_layout().offsets[-1]
+    transitions = gathered[:, :kept] if plan.save_transitions else own[None, :kept]
+    return (result, denominator, *final), (transitions.clone(), own[:kept].clone(), *entry, *saved)
+
+
+def run_backward(
+    op: str,
+    context: CPContext,
+    plan: RankPlan,
+    inputs: FrameInputs,
+    kept: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the inputs that need one and of the initial state, from those of the four results."""
+    transitions, own, *tensors = kept
+    assert transitions is not None
+    assert own is not None
+    entry, saved = FrameBoundary(*tensors[:_ENTRY]), tensors[_ENTRY:]
+    dresult, ddenominator, dkv, dz = gradients
+    adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
+    buffer = passes.publish_backward(plan, adjoint.gamma, (dkv, dz), own)
+    exchange = collectives.start_all_gather(buffer, context, f"{op} backward")
+    adjoint.overlap()
+    exits, dinitial = passes.exit_gradients(plan, exchange.wait(), transitions)
+    return (*adjoint.finish(exits, needs), *dinitial)
+
+
 class _CPFrameGDN(torch.autograd.Function):
     """One node per rank: an exchange forward, an exchange backward."""
 
@@ -336,29 +378,17 @@ class _CPFrameGDN(torch.autograd.Function):
         ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
-        run = stages.begin(inputs, plan.options)
-        own = passes.publish(plan, run.summary, initial)
-        gathered = collectives.all_gather(own, context, f"{op} forward")
-        entry, final = passes.entries(plan, gathered, initial)
-        result, denominator, saved = run.finish(entry)
-        kept = plan.transition_layout().offsets[-1]
-        transitions = gathered[:, :kept] if plan.save_transitions else own[None, :kept]
+        results, kept = run_forward(op, context, plan, inputs, initial)
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(transitions.clone(), own[:kept].clone(), *inputs, *entry, *saved)
-        return result, denominator, *final
+        ctx.save_for_backward(*inputs, *kept)
+        return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        plan: RankPlan = ctx.plan
-        transitions, own, *tensors = ctx.saved_tensors
-        inputs, entry = FrameInputs._make(tensors[:_INPUTS]), FrameBoundary(*tensors[_INPUTS : _INPUTS + _ENTRY])
-        dresult, ddenominator, *dfinal = gradients
-        saved = tensors[_INPUTS + _ENTRY :]
-        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
-        buffer = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), own)
-        gathered = collectives.all_gather(buffer, ctx.context, f"{ctx.op} backward")
-        exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
-        dinputs = adjoint.finish(exits, ctx.needs_input_grad[4 : 4 + _INPUTS])
-        return (None, None, None, None, *dinputs, *dinitial)
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        inputs, kept = FrameInputs._make(saved[:_INPUTS]), saved[_INPUTS:]
+        needs = ctx.needs_input_grad[4 : 4 + _INPUTS]
+        found = run_backward(ctx.op, ctx.context, ctx.plan, inputs, kept, gradients, needs)
+        return (None, None, None, None, *found)
