@@ -214,11 +214,12 @@ def _is_local(context: CPContext, partition: FramePartition | None, beta: Tensor
     if partition is not None and not isinstance(partition, FramePartition):
         raise TypeError(f"partition must be a FramePartition or None, got {type(partition).__name__}")
     if context.is_trivial and partition is not None:
-        _check_partition(context, partition, beta.shape[2])
+        require_partition(context, partition, beta.shape[2])
     return context.is_trivial
 
 
-def _check_partition(context: CPContext, partition: FramePartition, frames: int) -> None:
+def require_partition(context: CPContext, partition: FramePartition, frames: int) -> None:
+    """Raise RuntimeError unless the partition has the context's ranks and this rank's number of frames."""
     if partition.size != context.size:
         raise RuntimeError(f"partition must have as many ranks as the context, {context.size}, got {partition.size}")
     if partition.counts[context.rank] != frames:
@@ -237,14 +238,18 @@ def _run(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Agree on the call with the other ranks, then run it; returns result, denominator, final kv and z."""
+    if torch.compiler.is_compiling():
+        from gdn_cp.frame_op import call_op
+
+        return call_op(op, context, partition, chunk_starts, output_final_state, *check())
 
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()
         plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts,
                          output_final_state, context.save_transitions)  # fmt: skip
         if partition is not None:
-            _check_partition(context, partition, inputs.beta.shape[2])
-        return _terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
+            require_partition(context, partition, inputs.beta.shape[2])
+        return call_terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
 
     (inputs, initial, plan), backward = agree(op, context, _device_of(check), make)
     # an input that requires a gradient on every rank makes every rank's backward reach the exchange
@@ -288,13 +293,14 @@ def make_plan(
     )  # fmt: skip
 
 
-def _terms(
+def call_terms(
     inputs: FrameInputs,
     initial: FrameBoundary,
     plan: RankPlan,
     partition: FramePartition | None,
     chunk_starts: Sequence[int] | None,
 ) -> Terms:
+    """Return what ranks compare before the first call of a kind."""
     options = plan.options
     operand = inputs.operands()[0]
     wire = (
