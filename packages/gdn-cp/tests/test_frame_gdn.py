@@ -15,12 +15,14 @@ import gdn_kernels
 from gdn_cp import (
     CPContext,
     FramePartition,
+    collectives,
     count_exchanges,
     cp_frame_gdn,
     cp_frame_gdn_numerator,
     cp_frame_gdn_raw,
     join_backward,
 )
+from gdn_kernels.frame_gdn import stages
 
 OPS = {"output": cp_frame_gdn, "raw": cp_frame_gdn_raw, "numerator": cp_frame_gdn_numerator}
 
@@ -168,6 +170,33 @@ def test_frozen_rank_no_grad_and_unused_output():
     assert torch.allclose(
         trained, leaves["qkv"].grad[:, 9:], rtol=0, atol=1e-10 * float(leaves["qkv"].grad.abs().max())
     )
+
+
+@pytest.mark.ranks
+def test_local_work_runs_while_the_exchange_travels():
+    """Start, what needs no other rank, wait; in both passes. By order, not by time."""
+    clip, partition = Clip(), FramePartition((3, 4))
+
+    def worker(rank: int) -> list[str]:
+        order: list[str] = []
+
+        def noted(name, function):
+            def call(*args):
+                order.append(name if name != "start" else f"start {args[-1].split()[-1]}")
+                return function(*args)
+
+            return call
+
+        collectives.start_all_gather = noted("start", collectives.start_all_gather)
+        collectives.Exchange.wait = noted("wait", collectives.Exchange.wait)
+        for stage in (stages.TorchRun, stages.TorchAdjoint):
+            stage.overlap = noted("overlap", stage.overlap)
+            stage.finish = noted("finish", stage.finish)
+        on_rank(clip, partition, CPContext(dist.group.WORLD))
+        return order
+
+    steps = ["overlap", "wait", "finish"]
+    assert run_ranks(2, worker) == 2 * [["start forward", *steps, "start backward", *steps]]
 
 
 @pytest.mark.ranks

@@ -231,7 +231,7 @@ def _uneven_op(buffer: Tensor, send: list[int], receive: list[int], handle: str,
 
 
 # Operators, so that a checkpoint can keep what they return. They start an exchange; its work is picked up at once.
-_library = torch.library.Library("gdn_cp", "FRAGMENT")
+_library: Any = torch.library.Library("gdn_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("exchange(Tensor buffer, str context, str label) -> Tensor")
 _library.impl("exchange", _gather_op, "CompositeExplicitAutograd")
 _library.define("exchange_uneven(Tensor buffer, int[] send, int[] receive, str context, str label) -> Tensor")

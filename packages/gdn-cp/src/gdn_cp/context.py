@@ -28,10 +28,12 @@ class CPContext:
             neither.
         schedule: how summaries travel: ``"all_gather"``; ``"auto"`` takes it too in this release.
         validate: ``"first"`` compares the ranks' arguments the first time a kind of call is seen, ``"always"`` on every
-            call (waits on the host: for tests), ``"never"`` does not.
+            call (waits on the host: for tests) and fills what a rank must not read of the summaries with NaN,
+            ``"never"`` does not.
         save_transitions: keep the gathered transitions for the backward (P * 2 D^2 numbers per batch element and head
             and call) instead of sending them again.
-        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient.
+        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient. Under
+            ``torch.compile`` a rank without gradients needs it, on all ranks, if others have some: a graph cannot know.
         tag: a name for errors and profiles, as ``"blocks.3"``.
 
     Raises:

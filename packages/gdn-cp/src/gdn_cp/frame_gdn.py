@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_cp import collectives, passes
+from gdn_cp import collectives, passes, unread
 from gdn_cp.context import CPContext
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition
@@ -346,6 +346,8 @@ def run_forward(
     exchange = collectives.start_all_gather(own, context, f"{op} forward")
     run.overlap()
     gathered = exchange.wait()
+    if context.validate == "always":
+        gathered = unread.hide_forward(plan, gathered)
     entry, final = passes.entries(plan, gathered, initial)
     result, denominator, saved = run.finish(entry)
     kept = plan.transition_layout().offsets[-1]
@@ -372,7 +374,10 @@ def run_backward(
     buffer = passes.publish_backward(plan, adjoint.gamma, (dkv, dz), own)
     exchange = collectives.start_all_gather(buffer, context, f"{op} backward")
     adjoint.overlap()
-    exits, dinitial = passes.exit_gradients(plan, exchange.wait(), transitions)
+    gathered = exchange.wait()
+    if context.validate == "always":
+        gathered = unread.hide_backward(plan, gathered)
+    exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
     return (*adjoint.finish(exits, needs), *dinitial)
 
 

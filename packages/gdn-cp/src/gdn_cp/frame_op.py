@@ -79,7 +79,8 @@ class _Call:
          norm_eps, eps, precision, impl, self.needs_grad, self.grad_mode) = scalars  # fmt: skip
         self.context = context_of(handle)
         self.partition = None if counts is None else FramePartition(tuple(counts))
-        self.inputs, self.initial = FrameInputs._make(tensors[:_INPUTS]), tuple(tensors[_INPUTS : _INPUTS + 2])
+        self.inputs = FrameInputs._make(tensors[:_INPUTS])
+        self.initial = FrameBoundary(tensors[_INPUTS], tensors[_INPUTS + 1], None, None)
         self.options = FrameOptions(
             features, has_z, divide, Direction(direction), (), k_scale, norm_eps, eps, Precision(precision), Impl(impl)
         )
@@ -93,7 +94,7 @@ class _Call:
         """Return the plan of this rank."""
         context = self.context
         return make_plan(
-            self.inputs, self.options, FrameBoundary(*self.initial, None, None), context.rank, context.size,
+            self.inputs, self.options, self.initial, context.rank, context.size,
             self.partition, self.chunk_starts, self.has_final, context.save_transitions,
         )  # fmt: skip
 
@@ -102,8 +103,7 @@ class _Call:
         plan = self.plan()
         if self.partition is not None:
             require_partition(self.context, self.partition, self.inputs.beta.shape[2])
-        initial = FrameBoundary(*self.initial, None, None)
-        terms = call_terms(self.inputs, initial, plan, self.partition, self.chunk_starts)
+        terms = call_terms(self.inputs, self.initial, plan, self.partition, self.chunk_starts)
         joins = self.needs_grad or self.context.force_backward
         return dataclasses.replace(terms, needs_grad=self.needs_grad, grad_mode=self.grad_mode, joins=joins), plan
 
@@ -133,7 +133,7 @@ def _forward_op(
                            norm_eps, eps, precision, impl, needs_grad, grad_mode))  # fmt: skip
     context_of(context, hold=True)
     plan, _ = agree(op, call.context, beta.device, call.make)
-    results, (transitions, own, *kept) = run_forward(op, call.context, plan, call.inputs, call.initial)
+    results, (transitions, own, *kept) = run_forward(op, call.context, plan, call.inputs, call.initial[:2])
     result, denominator, *final = results
     entry, saved = [None if x is None else x.clone() for x in kept[:_ENTRY]], kept[_ENTRY:]
     if saved:
@@ -176,7 +176,7 @@ def _traced_plan(call: _Call) -> RankPlan:
     """Return a plan for the shapes of a trace: chunk starts and partition are looked at when the call runs."""
     context = call.context
     return make_plan(
-        call.inputs, call.options, FrameBoundary(*call.initial, None, None), context.rank, context.size, None, None,
+        call.inputs, call.options, call.initial, context.rank, context.size, None, None,
         call.has_final, context.save_transitions,
     )  # fmt: skip
 
@@ -203,24 +203,24 @@ def _backward_op(
     gradients = (dresult, ddenominator if has_z and not divide else None, dfinal_kv, dfinal_z)
     found = run_backward(op, call.context, call.plan(), call.inputs, [transitions, own, *entry, *local], gradients,
                          needs)  # fmt: skip
-    dinitial = [g if x is not None else None for g, x in zip(found[_INPUTS:], call.initial, strict=True)]
+    dinitial = [g if x is not None else None for g, x in zip(found[_INPUTS:], call.initial[:2], strict=True)]
     dtie = beta.new_empty(0, dtype=torch.float32)
     return (*_flat([*found[: _INPUTS - 3], *dinitial], beta), dtie)  # type: ignore[return-value]
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     inputs = FrameInputs._make(arguments[:_INPUTS])
-    *floats, kv, z = (*inputs[:-3], *arguments[_INPUTS : _INPUTS + 2])
+    floats: list[Tensor | None] = [*inputs[:-3], *arguments[_INPUTS : _INPUTS + 2]]
     empty = inputs.beta
 
     def like(x: Tensor | None) -> Tensor:
         return empty.new_empty(0, dtype=torch.float32) if x is None else x.new_empty(x.shape)
 
-    return (*(like(x) for x in floats), like(kv), like(z), empty.new_empty(0, dtype=torch.float32))
+    return (*(like(x) for x in floats), empty.new_empty(0, dtype=torch.float32))
 
 
 # Not a custom_op: those run below autograd, and the torch implementation's backward is made by autograd.
-_library = torch.library.Library("gdn_cp", "FRAGMENT")
+_library: Any = torch.library.Library("gdn_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("frame_gdn_bwd" + torch.library.infer_schema(_backward_op, mutates_args=()))
 _library.impl("frame_gdn_bwd", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("gdn_cp::frame_gdn_bwd", _backward_fake, lib=_library)
