@@ -17,13 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_scan, passes
+from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_scan, passes, schedules
+from gdn_cp.cost_model import as_link
 from gdn_cp.frame_gdn import make_plan
+from gdn_cp.schedules.rounds import Steps
 from gdn_kernels import RotaryTables, frame_gdn, rotary_tables
 from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments
@@ -31,6 +33,7 @@ from gdn_kernels.types import FrameBoundary, FrameInputs
 
 RANKS, OWN = 4, 1  # one rank in the middle of four
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Shape(NamedTuple):
@@ -114,40 +117,52 @@ class OneRank:
         self.inputs, self.options, initial = frame_gdn_arguments(*given[:3], **options, **defaults)
         counts = (self.inputs.beta.shape[2],) * RANKS
         self.plan = make_plan(
-            self.inputs, self.options, initial, OWN, RANKS, FramePartition(counts), None, False, save_transitions=True
-        )
+            self.inputs, self.options, initial, OWN, RANKS, FramePartition(counts), None, False, True, "all_gather",
+            as_link("nvlink"),
+        )  # fmt: skip
         self.options, self.doutput = self.plan.options, doutput
         own = passes.publish(self.plan, stages.begin(self.inputs, self.options).summary, (None, None))
         self.gathered = own.repeat(RANKS, 1)
-        self.kept = self.plan.transition_layout().offsets[-1]
         self.forward_bytes = own.numel() * own.element_size()
-        result, entry, saved = self.forward()
+        _, entry, kept, saved = self.forward()
         adjoint = stages.adjoint(self.inputs, self.options, entry, doutput, None, saved)
-        back = passes.publish_backward(self.plan, adjoint.gamma, (None, None), own[: self.kept])
+        back = passes.publish_backward(self.plan, adjoint.gamma, (None, None), kept)
         self.gathered_back = back.repeat(RANKS, 1)
         self.backward_bytes = back.numel() * back.element_size()
 
-    def forward(self) -> tuple[Tensor, FrameBoundary, tuple[Tensor | None, ...]]:
+    def forward(self) -> tuple[Tensor, FrameBoundary, Tensor, tuple[Tensor | None, ...]]:
         """Summary, own slot of the buffer, fold, seeded scan and read-out."""
         run = stages.begin(self.inputs, self.options)
         self.gathered[OWN] = passes.publish(self.plan, run.summary, (None, None))
-        entry, _ = passes.entries(self.plan, self.gathered, (None, None))
+        run.overlap()
+        entry, _, kept = arrive(schedules.enter(self.plan, self.gathered[OWN], (None, None)), self.gathered)
         result, _, saved = run.finish(entry)
-        return result, entry, saved
+        return result, entry, kept, saved
 
     def train(self) -> FrameInputs:
         """The forward, and both halves of the backward."""
-        _, entry, saved = self.forward()
+        _, entry, kept, saved = self.forward()
         adjoint = stages.adjoint(self.inputs, self.options, entry, self.doutput, None, saved)
-        own = self.gathered[OWN, : self.kept]
-        self.gathered_back[OWN] = passes.publish_backward(self.plan, adjoint.gamma, (None, None), own)
+        own = passes.publish_backward(self.plan, adjoint.gamma, (None, None), kept)
+        self.gathered_back[OWN] = own
         adjoint.overlap()
-        exits, _ = passes.exit_gradients(self.plan, self.gathered_back, self.gathered[:, : self.kept])
+        exits, _ = arrive(schedules.leave(self.plan, own, kept), self.gathered_back)
         return adjoint.finish(exits, [x is not None and x.is_floating_point() for x in self.inputs[:8]] + [False] * 3)
 
     def steps(self) -> dict[str, Callable[[], Any]]:
         """Return a forward and a training step."""
         return {"fwd": lambda: self.forward()[0], "train": self.train}
+
+
+def arrive(steps: Steps[T], gathered: Tensor) -> T:
+    """Run the schedule of one gather on a buffer that is there already."""
+    next(steps)
+    try:
+        steps.send(gathered)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("an all-gather is one round")
 
 
 def published_scan(transitions: Tensor, increments: Tensor) -> Tensor:

@@ -17,13 +17,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU
 
 
 class Share(NamedTuple):
-    """The shapes of a clip, its dtype, and who holds which frames."""
+    """The shapes of a clip, its dtype, who holds which frames, and how summaries travel."""
 
     counts: tuple[int, ...]
     spatial: int
     heads: int
     width: int
     dtype: torch.dtype
+    schedule: str = "all_gather"
 
     @property
     def partition(self) -> FramePartition:
@@ -79,7 +80,7 @@ def run(share: Share, leaves: dict[str, Tensor], span: range, context: CPContext
 def simulated(share: Share, leaves: dict[str, Tensor]) -> list[Tensor]:
     """Run the operation on every rank of the share, here."""
     shards = [arguments(share, leaves, share.partition.span(rank)) for rank in range(share.partition.size)]
-    return [result.output for result in simulate.frame_gdn(shards, share.partition)]
+    return [result.output for result in simulate.frame_gdn(shards, share.partition, schedule=share.schedule)]
 
 
 def step(share: Share, span: range, context: CPContext | None, impl: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def worker(share: Share, rank: int) -> tuple[dict[str, float], dict[str, float],
     span = share.partition.span(rank)
     exact = step(share, range(share.partition.total), None, "torch", torch.float64)
     alone = step(share, range(share.partition.total), None, "triton", share.dtype)
-    context = CPContext(dist.group.WORLD)
+    context = CPContext(dist.group.WORLD, schedule=share.schedule)
     step(share, span, context, "triton", share.dtype)
     with count_exchanges() as exchanges:
         found = step(share, span, context, "triton", share.dtype)

@@ -1,72 +1,104 @@
-"""Exchanges of checkpointed calls, counted, and their gradients."""
+"""Activation checkpoints that keep exchanges: counted, and the same gradients, however the block is recomputed."""
 
 from __future__ import annotations
-
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from clips import Clip, gradients, results_of, shard_arguments, shard_leaves, shard_loss
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gdn_cp import CPContext, FramePartition, count_exchanges, cp_frame_gdn, halo_exchange, keep_exchanges
+from gdn_cp.checkpoint import ExchangeLog, current_log
 
-pytestmark = pytest.mark.ranks
-CLIP, PARTITION = Clip(), FramePartition((3, 0, 4))
-WAYS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "reentrant": {"use_reentrant": True},
-    "plain": {"use_reentrant": False},
-    "kept": {"use_reentrant": False, "context_fn": keep_exchanges},
-}
+H, S, D = 2, 3, 4
+PARTITION = FramePartition((3, 2))
 
 
-def step(rank: int, context: CPContext, keywords: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Return the gradients of a halo exchange and the recurrence under a checkpoint."""
-    leaves = shard_leaves(CLIP, PARTITION, rank)
-    arguments = shard_arguments(CLIP, PARTITION, rank, leaves)
-    state = arguments.pop("initial_state")
-
-    def block(qkv: Tensor, kv: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-        wide = halo_exchange(qkv.unflatten(1, (-1, 3)), 1, 1, 1, context, PARTITION)
-        near = wide[:, :-2] - wide[:, 2:] if PARTITION.counts[rank] else wide  # of an empty rank: empty, and reached
-        mixed = qkv + near.flatten(1, 2)
-        given = {**arguments, "qkv": mixed, "initial_state": type(state)(kv, z)}
-        result = results_of(cp_frame_gdn(context=context, partition=PARTITION, **given))
-        return result["output"], result["final_kv"], result["final_z"]
-
-    given = (leaves["qkv"], leaves["kv"], leaves["z"])
-    found = block(*given) if keywords is None else checkpoint(block, *given, **keywords)
-    loss = shard_loss(CLIP, PARTITION, rank, dict(zip(("output", "final_kv", "final_z"), found, strict=True)))
-    if keywords is not None and keywords["use_reentrant"]:
-        loss.backward()
-        return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
-    return gradients(loss, leaves)
+def block(qkv: Tensor, beta: Tensor, decay: Tensor, context: CPContext) -> Tensor:
+    """Exchange halos, then summaries."""
+    frames = beta.shape[2]
+    wide = halo_exchange(qkv.unflatten(1, (frames, S)), 1, 1, 1, context, PARTITION)
+    mixed = (wide[:, :-2] + 0.5 * wide[:, 1:-1] + wide[:, 2:]).flatten(1, 2)
+    return cp_frame_gdn(
+        mixed, beta, decay, context=context, partition=PARTITION, direction="bidirectional", k_scale=0.3, eps=0.5
+    ).output
 
 
-@pytest.mark.parametrize("validate", ["first", "always"])
-def test_a_checkpoint_repeats_exchanges_unless_they_are_kept(validate: str) -> None:
-    """FC-D14: 1 + 1; 2 + 1 under a plain checkpoint of either kind; 1 + 1 where they are kept. Same gradients."""
+def leaves_of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    frames, generator = PARTITION.counts[rank], torch.Generator().manual_seed(rank)
+    shapes = ((1, frames * S, 3, H, D), (1, H, frames, S), (1, H, frames))
+    qkv, beta, decay = (torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return qkv.requires_grad_(), beta.requires_grad_(), decay.requires_grad_()
 
-    def worker(rank: int) -> dict[str, tuple[dict[str, int], dict[str, Tensor]]]:
-        context, found = CPContext(dist.group.WORLD, validate=validate), {}
-        for name, keywords in WAYS.items():
-            with count_exchanges() as seen:
-                grads = step(rank, context, keywords)
-            found[name] = (dict(Counter(seen.labels)), grads)
-        return found
 
-    for found in run_ranks(3, worker):
-        for name, (counts, grads) in found.items():
-            again = 2 if name in ("reentrant", "plain") else 1
-            assert counts == {
-                f"{op} {way}": again if way == "forward" else 1
-                for op in ("cp_frame_gdn", "halo_exchange")
-                for way in ("forward", "backward")
-            }
-            for leaf, expected in found["none"][1].items():
-                assert torch.equal(grads[leaf], expected), (name, leaf)
+def step(rank: int, context: CPContext, how: str, backwards: int = 1) -> tuple[list[Tensor], list[str]]:
+    leaves = leaves_of(rank)
+    with count_exchanges() as exchanges:
+        if how == "none":
+            output = block(*leaves, context)
+        elif how == "reentrant":
+            output = checkpoint(block, *leaves, context, use_reentrant=True)
+        elif how == "plain":
+            output = checkpoint(block, *leaves, context, use_reentrant=False)
+        else:
+            output = checkpoint(block, *leaves, context, use_reentrant=False, context_fn=keep_exchanges)
+        for i in range(backwards):
+            output.square().sum().backward(retain_graph=i + 1 < backwards)
+    return [x.grad for x in leaves], exchanges.labels
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["all_gather", "chain", "doubling"])
+def test_kept_exchanges_are_not_repeated(schedule: str) -> None:
+    """One exchange per operation and pass; a plain checkpoint makes one more forward. Same gradients bit for bit."""
+
+    def worker(rank: int) -> dict[str, tuple[list[Tensor], list[str]]]:
+        context = CPContext(dist.group.WORLD, schedule=schedule)
+        return {how: step(rank, context, how) for how in ("none", "keep", "plain", "reentrant")}
+
+    forward = ["halo_exchange forward", "cp_frame_gdn forward"]
+    backward = ["cp_frame_gdn backward", "halo_exchange backward"]
+    for found in run_ranks(2, worker):
+        expected, labels = found["none"]
+        assert labels == forward + backward
+        assert found["keep"][1] == forward + backward
+        assert found["plain"][1] == found["reentrant"][1] == forward + forward + backward
+        for how in ("keep", "plain", "reentrant"):
+            assert all(torch.equal(x, y) for x, y in zip(found[how][0], expected, strict=True)), how
+
+
+@pytest.mark.ranks
+def test_every_backward_of_a_retained_graph_finds_what_was_kept() -> None:
+    def worker(rank: int) -> tuple[list[Tensor], list[str], list[Tensor]]:
+        context = CPContext(dist.group.WORLD)
+        found, labels = step(rank, context, "keep", backwards=2)
+        return found, labels, step(rank, context, "none")[0]
+
+    for found, labels, once in run_ranks(2, worker):
+        assert labels.count("cp_frame_gdn forward") == 1
+        assert labels.count("cp_frame_gdn backward") == 2
+        for x, y in zip(found, once, strict=True):
+            torch.testing.assert_close(x, 2 * y, rtol=1e-14, atol=1e-14)
+
+
+def test_a_log_belongs_to_its_block_and_ends_with_it() -> None:
+    outer, inner = ExchangeLog(), ExchangeLog()
+    with outer.recording():
+        with inner.recording():
+            assert current_log() is inner
+        assert current_log() is outer
+    assert current_log() is None
+
+
+def test_a_recomputation_that_exchanges_more_is_an_error() -> None:
+    log = ExchangeLog()
+    with log.recording():
+        log.put(1)
+    with log.replaying():
+        assert log.replays
+        assert log.take() == 1
+        with pytest.raises(RuntimeError, match="the recomputation makes an exchange that the forward did not make"):
+            log.take()
+    assert not log.replays

@@ -3,7 +3,7 @@
 Importing this package needs neither CUDA nor Triton and does not initialise CUDA.
 """
 
-from gdn_cp import simulate
+from gdn_cp import cost_model, simulate
 from gdn_cp.__about__ import __version__
 from gdn_cp.adapters import (
     CpFusedTransitionBundle,
@@ -33,6 +33,7 @@ __all__ = [
     "CpFusedTransitionBundle",
     "FramePartition",
     "__version__",
+    "cost_model",
     "count_exchanges",
     "cp_frame_gdn",
     "cp_frame_gdn_numerator",

@@ -1,40 +1,124 @@
-"""Activation checkpointing that does not send twice."""
+"""Activation checkpointing that does not repeat exchanges: what they brought is kept, and handed out again."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-_KEPT = ("exchange", "exchange_uneven", "frame_gdn", "halo")
+_local = threading.local()
 
 
-def keep_exchanges() -> tuple[Any, Any]:
-    """Give `torch.utils.checkpoint` a policy that keeps what exchanges returned and computes all else again.
+class ExchangeLog:
+    """Results of the exchanges of one checkpointed call, in order; written once, read by every recomputation."""
 
-    A checkpointed block then makes one exchange forward and one backward instead of two and one. Kept are the gathered
-    summaries, whose size does not grow with frames or tokens, and received halo frames. A block that is compiled as a
-    whole keeps the results of its context-parallel operations instead.
+    def __init__(self) -> None:
+        """Start empty."""
+        self._results: list[Any] = []
+        self._position: int | None = None
 
-    Without it checkpointing is right too: the recomputed forward sends again, in the same order on all ranks.
+    @property
+    def replays(self) -> bool:
+        """Whether results are handed out rather than taken down."""
+        return self._position is not None
 
-    Communication: none. Every rank must use it if one does: the numbers of exchanges have to agree.
+    def put(self, result: Any) -> None:
+        """Take down the result of the next exchange."""
+        self._results.append(result)
+
+    def take(self) -> Any:
+        """Hand out the result of the next exchange.
+
+        Raises:
+            RuntimeError: The recomputation exchanges more than the call did.
+        """
+        assert self._position is not None
+        if self._position == len(self._results):
+            raise RuntimeError("keep_exchanges: the recomputation makes an exchange that the forward did not make")
+        self._position += 1
+        return self._results[self._position - 1]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Take down exchanges of this thread, from the first one on."""
+        self._results.clear()
+        with self._active():
+            yield
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Hand out exchanges to this thread, from the first one on."""
+        self._position = 0
+        try:
+            with self._active():
+                yield
+        finally:
+            self._position = None
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        before, _local.log = current_log(), self
+        try:
+            yield
+        finally:
+            _local.log = before
+
+
+def current_log() -> ExchangeLog | None:
+    """Return the log of this thread, or None."""
+    log: ExchangeLog | None = getattr(_local, "log", None)
+    return log
+
+
+def keep_exchanges() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Keep what exchanges brought over a checkpoint: the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
+
+    The recomputation of a checkpointed block repeats its local work but none of its exchanges, those of summaries and
+    of halos: a training step then makes as many as without checkpointing. Without this everything stays right, with
+    one exchange more per operation.
+
+    Returns:
+        tuple: contexts for the forward and for the recomputation, as ``context_fn`` must.
+
+    Communication: none of its own. Every rank must use it: yes, or none.
+    Compiled: a block that is compiled with its checkpoint keeps the results of the operations instead.
+    Cost: keeps what arrived, per call of an operation P messages of a pass, until the backward.
 
     Example:
         >>> from torch.utils.checkpoint import checkpoint
-        >>> x = torch.rand(3, requires_grad=True)
-        >>> y = checkpoint(torch.sin, x, use_reentrant=False, context_fn=keep_exchanges)
-        >>> y.sum().backward()
-        >>> torch.equal(x.grad, x.detach().cos())
-        True
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> checkpoint(torch.sin, x, use_reentrant=False, context_fn=keep_exchanges).sum().backward()
+        >>> x.grad
+        tensor([0.5403, 0.5403])
     """
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    return contexts
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+        contexts: Any = create_selective_checkpoint_contexts(_traced)  # type: ignore[no-untyped-call]
+        return contexts  # type: ignore[no-any-return]
+    log = ExchangeLog()
+    return log.recording(), _Reusable(log)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    operators = [getattr(torch.ops.gdn_cp, name) for name in _KEPT if hasattr(torch.ops.gdn_cp, name)]
-    if any(op == operator.default for operator in operators):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _traced(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep in a graph what the operators of gdn_cp return: there they are whole calls, exchange included."""
+    is_ours = getattr(op, "namespace", "") == "gdn_cp"
+    return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Reusable(contextlib.AbstractContextManager[None]):
+    """A replay that can be entered again: with ``retain_graph`` a call is computed anew in every backward."""
+
+    def __init__(self, log: ExchangeLog) -> None:
+        self._log = log
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._log.replaying())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gdn_cp import collectives, passes, unread
+from gdn_cp import schedules
 from gdn_cp.context import CPContext
+from gdn_cp.cost_model import Link, as_link
+from gdn_cp.frame_pass import FramePass
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -29,11 +30,9 @@ from gdn_kernels import (
     frame_gdn_numerator,
     frame_gdn_raw,
 )
-from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
-_INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 _Checked = tuple[FrameInputs, FrameOptions, FrameBoundary]
 _Prepared = tuple[FrameInputs, FrameBoundary, RankPlan]
 
@@ -77,7 +76,7 @@ def cp_frame_gdn(
         initial_state: every rank passes a state of the same shape, or every rank None. That of rank 0 is read, and
             receives a gradient; the others receive zeros.
         output_final_state: return the state after the clip's last frame, the same on every rank. Gradients that arrive
-            on several ranks are summed.
+            on several ranks are summed. Not with ``schedule="chain"`` or ``"doubling"`` of the context.
         norm_eps: as in `gdn_kernels.frame_gdn`.
         eps: as in `gdn_kernels.frame_gdn`.
         precision: as in `gdn_kernels.frame_gdn`.
@@ -91,8 +90,9 @@ def cp_frame_gdn(
         RuntimeError: Ranks disagree; no partition with chunk starts; a partition of another size or other counts; an
             exchange did not complete.
 
-    Communication: one all-gather per pass, of ``4 D^2 + 2 D`` numbers per batch element and head forward (both
-        directions) and ``2 D^2 + 2 D`` backward, fp32 (fp64 for fp64), whatever F and S.
+    Communication: one exchange per pass, fp32 (fp64 for fp64), whatever F and S. By all-gather ``4 D^2 + 2 D`` numbers
+        per batch element and head forward (both directions) and ``2 D^2 + 2 D`` backward; along a chain ``D^2 + D`` to
+        each neighbour in either pass; doubling, ``3 D^2 + D`` per direction and round in either pass.
     Every rank must call this: yes, and its backward, if some rank's input requires a gradient.
     Gradient: of the sum of all ranks' losses. Parameters that ranks share get partial gradients; sum them.
 
@@ -185,8 +185,8 @@ def cp_frame_gdn_numerator(
 
     Arguments, errors and gradients are those of `cp_frame_gdn`; q, k, v ``[B, N, H, D]``.
 
-    Communication: one all-gather per pass, of ``3 D^2`` numbers per batch element and head forward (both directions),
-        then ``2 D^2`` backward.
+    Communication: one exchange per pass. By all-gather ``3 D^2`` numbers per batch element and head forward (both
+        directions), then ``2 D^2`` backward; chain ``D^2``, doubling ``2 D^2``, counted as in `cp_frame_gdn`.
 
     Returns:
         FrameGDNNumeratorResult: ``numerator [B, N, H, D]`` fp32 (fp64), ``final_state`` ``[B, H, D, D]`` or None.
@@ -245,8 +245,7 @@ def _run(
 
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()
-        plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts,
-                         output_final_state, context.save_transitions)  # fmt: skip
+        plan = plan_over(context, inputs, options, initial, partition, chunk_starts, output_final_state)
         if partition is not None:
             require_partition(context, partition, inputs.beta.shape[2])
         return call_terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
@@ -254,10 +253,25 @@ def _run(
     (inputs, initial, plan), backward = agree(op, context, _device_of(check), make)
     # an input that requires a gradient on every rank makes every rank's backward reach the exchange
     tie = torch.empty(0, device=plan.device, requires_grad=backward)
-    result: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _CPFrameGDN.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = FramePass.apply(  # type: ignore[no-untyped-call]
         op, context, plan, tie, *inputs, initial.forward_kv, initial.forward_z
     )
     return result
+
+
+def plan_over(
+    context: CPContext,
+    inputs: FrameInputs,
+    options: FrameOptions,
+    initial: FrameBoundary,
+    partition: FramePartition | None,
+    chunk_starts: Sequence[int] | None,
+    has_final: bool,
+) -> RankPlan:
+    """Return the plan of this rank of a context."""
+    plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts, has_final,
+                     context.save_transitions, context.schedule, as_link(context.link))  # fmt: skip
+    return dataclasses.replace(plan, poison=context.validate == "always")
 
 
 def make_plan(
@@ -270,10 +284,13 @@ def make_plan(
     chunk_starts: Sequence[int] | None,
     has_final: bool,
     save_transitions: bool,
+    schedule: str,
+    link: Link,
 ) -> RankPlan:
-    """Return the plan of one rank, with the clip's chunk starts turned into this rank's resets.
+    """Return the plan of one rank, with the clip's chunk starts turned into this rank's resets and a schedule chosen.
 
     Raises:
+        NotImplementedError: A final state with another schedule than all_gather.
         RuntimeError: Interior chunk starts without a partition.
     """
     has_reset = (False,) * size
@@ -287,10 +304,11 @@ def make_plan(
             has_reset = tuple(bool(starts) for starts in local)
             options = dataclasses.replace(options, resets=local[rank] if rank < len(local) else ())
     batch, heads = inputs.beta.shape[:2]
-    return RankPlan(
+    plan = RankPlan(
         options, size, rank, has_reset, initial.forward_kv is not None, has_final, batch, heads,
         inputs.operands()[0].shape[-1], inputs.state_dtype, inputs.beta.device, save_transitions,
     )  # fmt: skip
+    return schedules.scheduled(plan, schedule, link)
 
 
 def call_terms(
@@ -306,7 +324,8 @@ def call_terms(
     wire = (
         ("B", plan.batch), ("H", plan.heads), ("D", plan.width), ("dtype", _short(operand.dtype)),
         ("direction", options.direction.value), ("streams", len(plan.streams)), ("initial state", plan.has_initial),
-        ("final state", plan.has_final), ("save_transitions", plan.save_transitions),
+        ("final state", plan.has_final), ("save_transitions", plan.save_transitions), ("schedule", plan.schedule),
+        ("blocks of the chain", plan.blocks),
     )  # fmt: skip
     agreed = (
         ("S", inputs.beta.shape[3]), ("partition", partition and digest(partition.counts)),
@@ -332,74 +351,3 @@ def _device_of(check: Callable[[], _Checked]) -> torch.device | None:
 
 def _state(kv: Tensor | None, z: Tensor | None) -> FrameState | None:
     return FrameState(kv, z) if kv is not None and z is not None else None
-
-
-def run_forward(
-    op: str, context: CPContext, plan: RankPlan, inputs: FrameInputs, initial: tuple[Tensor | None, Tensor | None]
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """Return result, denominator, final kv and z; and what `run_backward` needs besides the inputs.
-
-    The latter: transitions, own transitions, four entry states, and what the local operation keeps.
-    """
-    run = stages.begin(inputs, plan.options)
-    own = passes.publish(plan, run.summary, initial)
-    exchange = collectives.start_all_gather(own, context, f"{op} forward")
-    run.overlap()
-    gathered = exchange.wait()
-    if context.validate == "always":
-        gathered = unread.hide_forward(plan, gathered)
-    entry, final = passes.entries(plan, gathered, initial)
-    result, denominator, saved = run.finish(entry)
-    kept = plan.transition_layout().offsets[-1]
-    transitions = gathered[:, :kept] if plan.save_transitions else own[None, :kept]
-    return (result, denominator, *final), (transitions.clone(), own[:kept].clone(), *entry, *saved)
-
-
-def run_backward(
-    op: str,
-    context: CPContext,
-    plan: RankPlan,
-    inputs: FrameInputs,
-    kept: Sequence[Tensor | None],
-    gradients: Sequence[Tensor | None],
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs that need one and of the initial state, from those of the four results."""
-    transitions, own, *tensors = kept
-    assert transitions is not None
-    assert own is not None
-    entry, saved = FrameBoundary(*tensors[:_ENTRY]), tensors[_ENTRY:]
-    dresult, ddenominator, dkv, dz = gradients
-    adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
-    buffer = passes.publish_backward(plan, adjoint.gamma, (dkv, dz), own)
-    exchange = collectives.start_all_gather(buffer, context, f"{op} backward")
-    adjoint.overlap()
-    gathered = exchange.wait()
-    if context.validate == "always":
-        gathered = unread.hide_backward(plan, gathered)
-    exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
-    return (*adjoint.finish(exits, needs), *dinitial)
-
-
-class _CPFrameGDN(torch.autograd.Function):
-    """One node per rank: an exchange forward, an exchange backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
-        results, kept = run_forward(op, context, plan, inputs, initial)
-        ctx.op, ctx.context, ctx.plan = op, context, plan
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *kept)
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
-        inputs, kept = FrameInputs._make(saved[:_INPUTS]), saved[_INPUTS:]
-        needs = ctx.needs_input_grad[4 : 4 + _INPUTS]
-        found = run_backward(ctx.op, ctx.context, ctx.plan, inputs, kept, gradients, needs)
-        return (None, None, None, None, *found)

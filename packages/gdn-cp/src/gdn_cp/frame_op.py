@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gdn_cp.context import CPContext
-from gdn_cp.frame_gdn import call_terms, make_plan, require_partition, run_backward, run_forward
+from gdn_cp.frame_gdn import call_terms, plan_over, require_partition
+from gdn_cp.frame_pass import run_backward, run_forward
 from gdn_cp.handles import context_of
 from gdn_cp.handshake import Terms, agree
 from gdn_cp.partition import FramePartition
@@ -92,11 +93,9 @@ class _Call:
 
     def plan(self) -> RankPlan:
         """Return the plan of this rank."""
-        context = self.context
-        return make_plan(
-            self.inputs, self.options, self.initial, context.rank, context.size,
-            self.partition, self.chunk_starts, self.has_final, context.save_transitions,
-        )  # fmt: skip
+        return plan_over(
+            self.context, self.inputs, self.options, self.initial, self.partition, self.chunk_starts, self.has_final
+        )
 
     def make(self) -> tuple[Terms, RankPlan]:
         """Return what `agree` compares."""
@@ -126,20 +125,20 @@ def _forward_op(
     has_z: bool, divide: bool, direction: str, k_scale: float, norm_eps: float, eps: float, precision: str, impl: str,
     needs_grad: bool, grad_mode: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-           Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+           Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (qkv, q, k, v, beta, decay, q_norm_weight, k_norm_weight, rope_cos, rope_sin, frame_valid, initial_kv,
                initial_z)  # fmt: skip
     call = _Call(tensors, (op, context, counts, chunk_starts, has_final, features, has_z, divide, direction, k_scale,
                            norm_eps, eps, precision, impl, needs_grad, grad_mode))  # fmt: skip
     context_of(context, hold=True)
     plan, _ = agree(op, call.context, beta.device, call.make)
-    results, (transitions, own, *kept) = run_forward(op, call.context, plan, call.inputs, call.initial[:2])
+    results, (kept, *rest) = run_forward(op, call.context, plan, call.inputs, call.initial[:2])
     result, denominator, *final = results
-    entry, saved = [None if x is None else x.clone() for x in kept[:_ENTRY]], kept[_ENTRY:]
+    entry, saved = [None if x is None else x.clone() for x in rest[:_ENTRY]], rest[_ENTRY:]
     if saved:
         _, denominator, *saved = saved
     absent = [None] * (_SAVED - len(saved))
-    return _flat([result, denominator, *final, transitions, own, *entry, *saved, *absent], beta)  # type: ignore[return-value]
+    return _flat([result, denominator, *final, kept, *entry, *saved, *absent], beta)  # type: ignore[return-value]
 
 
 @_forward_op.register_fake
@@ -165,20 +164,17 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         )  # fmt: skip
         saved = local[-_SAVED:]
     kept = plan.transition_layout().offsets[-1]
+    rows = plan.size if plan.schedule == "all_gather" and plan.save_transitions else 1
     return (
         result, denominator, fresh(call.has_final, *kv), fresh(call.has_final and has_z, *z),
-        fresh(True, plan.size if plan.save_transitions else 1, kept), fresh(True, kept), fresh(past, *kv),
+        fresh(True, rows, kept), fresh(past, *kv),
         fresh(past and has_z, *z), fresh(future, *kv), fresh(future and has_z, *z), *saved,
     )  # fmt: skip
 
 
 def _traced_plan(call: _Call) -> RankPlan:
     """Return a plan for the shapes of a trace: chunk starts and partition are looked at when the call runs."""
-    context = call.context
-    return make_plan(
-        call.inputs, call.options, call.initial, context.rank, context.size, None, None,
-        call.has_final, context.save_transitions,
-    )  # fmt: skip
+    return plan_over(call.context, call.inputs, call.options, call.initial, None, None, call.has_final)
 
 
 def _backward_op(
@@ -194,14 +190,14 @@ def _backward_op(
                initial_z)  # fmt: skip
     call = _Call(tensors, (op, context, counts, chunk_starts, has_final, features, has_z, divide, direction, k_scale,
                            norm_eps, eps, precision, impl, needs_grad, grad_mode))  # fmt: skip
-    result, denominator, transitions, own, *rest = kept
+    result, denominator, transitions, *rest = kept
     entry, saved = _or_none(rest[:_ENTRY]), _or_none(rest[_ENTRY:])
     local = [result, *_or_none([denominator]), *saved] if call.options.impl is Impl.TRITON else []
     with torch.enable_grad():
         assert (beta.detach().requires_grad_() * 1).requires_grad, "this operator runs with autograd"
     needs = [x is not None and x.is_floating_point() for x in call.inputs[:-3]] + [False] * 3
     gradients = (dresult, ddenominator if has_z and not divide else None, dfinal_kv, dfinal_z)
-    found = run_backward(op, call.context, call.plan(), call.inputs, [transitions, own, *entry, *local], gradients,
+    found = run_backward(op, call.context, call.plan(), call.inputs, [transitions, *entry, *local], gradients,
                          needs)  # fmt: skip
     dinitial = [g if x is not None else None for g, x in zip(found[_INPUTS:], call.initial[:2], strict=True)]
     dtie = beta.new_empty(0, dtype=torch.float32)

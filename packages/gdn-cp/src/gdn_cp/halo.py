@@ -32,7 +32,7 @@ class HaloPlan:
     def outgoing(self, x: Tensor) -> list[Tensor]:
         """Return what each peer gets of ``x``, this rank's frames along dim 0."""
         start = self.partition.starts[self.rank]
-        return [x[_indices([frame - start for frame in frames], x)] for frames in self.send]
+        return [x[_run(frames, start)] for frames in self.send]
 
     def extend(self, x: Tensor, pieces: list[Tensor], fill: float) -> Tensor:
         """Return ``x`` with the received frames around it along dim 0; ``fill`` outside the clip."""
@@ -43,7 +43,7 @@ class HaloPlan:
         extended[self.left : self.left + len(span)] = x
         for frames, piece in zip(self.receive, pieces, strict=True):
             if frames:
-                extended[_indices([frame - span.start + self.left for frame in frames], x)] = piece
+                extended[_run(frames, span.start - self.left)] = piece
         return extended
 
     def reduce(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -51,7 +51,7 @@ class HaloPlan:
         span = self.partition.span(self.rank)
         if not span:
             return gradient.clone(), [gradient.new_empty(0, *gradient.shape[1:]) for _ in self.receive]
-        back = [gradient[_indices([f - span.start + self.left for f in frames], gradient)] for frames in self.receive]
+        back = [gradient[_run(frames, span.start - self.left)] for frames in self.receive]
         return gradient[self.left : self.left + len(span)].clone(), back
 
     def collect(self, own: Tensor, pieces: list[Tensor]) -> Tensor:
@@ -59,7 +59,7 @@ class HaloPlan:
         start = self.partition.starts[self.rank]
         for frames, piece in zip(self.send, pieces, strict=True):
             if frames:
-                own.index_add_(0, _indices([frame - start for frame in frames], own), piece)
+                own[_run(frames, start)] += piece
         return own
 
 
@@ -259,5 +259,9 @@ def _frames_by_owner(partition: FramePartition, rank: int, left: int, right: int
     return frames
 
 
-def _indices(frames: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(frames, dtype=torch.long, device=like.device)
+def _run(frames: list[int], start: int) -> slice:
+    """Return neighbouring frames, counted from ``start``, as a slice: indices would have to be copied to the device.
+
+    What one rank takes of another's frames lies on one side of its own, and so without a gap.
+    """
+    return slice(frames[0] - start, frames[-1] + 1 - start) if frames else slice(0, 0)

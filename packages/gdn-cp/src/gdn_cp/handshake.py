@@ -85,7 +85,7 @@ def agree(
         _raise_absent(op, some and terms.grad_mode, [terms.joins], context.rank)
         backward = some or context.force_backward
         return value, backward and terms.grad_mode  # type: ignore[return-value]
-    own = _describe(context, terms, error)
+    own = _describe(terms, error)
     rows = collectives.gather_descriptors(own, context, device or torch.device("cpu"), f"{op} handshake")
     ranks = [json.loads(row.rstrip(b"\0")) for row in rows]
     _raise_errors(op, context.rank, ranks, error)
@@ -103,13 +103,13 @@ def digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def _describe(context: CPContext, terms: Terms | None, error: Exception | None) -> bytes:
+def _describe(terms: Terms | None, error: Exception | None) -> bytes:
     if error is not None or terms is None:
         kind = type(error).__name__ if type(error).__name__ in _RAISED else "RuntimeError"
         message = str(error).encode()[:_MESSAGE_BYTES].decode(errors="ignore")
         fields: dict[str, Any] = {"error": kind, "message": message, "grad": False}
     else:
-        pairs = (("schedule", context.schedule), *terms.wire, *terms.agreed, ("grad mode", terms.grad_mode))
+        pairs = (*terms.wire, *terms.agreed, ("grad mode", terms.grad_mode))
         fields = {"terms": [str(value) for _, value in pairs], "grad": terms.needs_grad, "joins": terms.joins}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > DESCRIPTOR_BYTES and "message" in fields:
@@ -129,7 +129,7 @@ def _raise_errors(op: str, own_rank: int, ranks: list[dict[str, Any]], error: Ex
 
 def _raise_disagreements(op: str, ranks: list[dict[str, Any]], own_terms: Terms | None) -> None:
     assert own_terms is not None
-    names = ["schedule", *(name for name, _ in (*own_terms.wire, *own_terms.agreed)), "grad mode"]
+    names = [*(name for name, _ in (*own_terms.wire, *own_terms.agreed)), "grad mode"]
     first = ranks[0]["terms"]
     for rank, fields in enumerate(ranks):
         for name, ours, theirs in zip(names, first, fields["terms"], strict=True):

@@ -8,6 +8,7 @@ from gpu_ranks import Share, bound, draw, error, run, simulated, step, upstream
 from ranks import run_ranks
 
 from gdn_cp import CPContext
+from gdn_cp.cost_model import SCHEDULES
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -33,9 +34,18 @@ def test_ranks_that_share_the_device_equal_one(counts: tuple[int, ...], dtype: t
         assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"]
 
 
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_ranks_that_share_the_device_equal_one_on_other_schedules(schedule: str) -> None:
+    share = Share((2, 0, 3), 96, 3, 112, torch.float32, schedule)
+    for found, alone, exchanges in run_ranks(3, bound(share), limit=240.0, timeout=120.0, method="spawn"):
+        check(found, alone, torch.float32)
+        assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_simulated_ranks_equal_one_device(dtype: torch.dtype) -> None:
-    share = Share((4, 3, 0, 4), 96, 3, 112, dtype)
+def test_simulated_ranks_equal_one_device(dtype: torch.dtype, schedule: str) -> None:
+    share = Share((4, 3, 0, 4), 96, 3, 112, dtype, schedule)
     whole = range(share.partition.total)
     exact = step(share, whole, None, "torch", torch.float64)
     alone = step(share, whole, None, "triton", dtype)
@@ -46,8 +56,9 @@ def test_simulated_ranks_equal_one_device(dtype: torch.dtype) -> None:
     check(*({name: error(x[name], exact[name]) for name in exact} for x in (found, alone)), dtype)
 
 
-def test_a_step_waits_for_nothing_on_the_host() -> None:
-    share = Share((2, 3), 64, 2, 64, torch.bfloat16)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_waits_for_nothing_on_the_host(schedule: str) -> None:
+    share = Share((2, 3), 64, 2, 64, torch.bfloat16, schedule)
     leaves, doutput = draw(share), upstream(share).bfloat16()
 
     def train() -> None:

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_numerator, simulate
+from gdn_cp.cost_model import Link
 from gdn_kernels import FrameState, frame_gdn, frame_gdn_numerator
 
 pytestmark = pytest.mark.interpret
@@ -71,9 +72,9 @@ def loss_of(result: Any, span: range) -> Tensor:
     return loss
 
 
-def expected_of(kind: str, direction: str) -> tuple[Tensor, dict[str, Tensor]]:
+def expected_of(kind: str, direction: str, **changes: bool) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = leaves_of(kind, direction, torch.float64)
-    given = arguments(leaves, kind, direction, range(F), "torch")
+    given = arguments(leaves, kind, direction, range(F), "torch") | changes
     result = frame_gdn(eps=0.5, **given) if kind == "output" else frame_gdn_numerator(**given)
     loss_of(result, range(F)).backward()
     return result[0].detach(), {name: x.grad for name, x in leaves.items()}
@@ -99,6 +100,27 @@ def test_simulated_ranks_equal_one_device(
         results = simulate.frame_gdn_numerator(shards, partition, **flag)
     sum(loss_of(result, partition.span(rank)) for rank, result in enumerate(results)).backward()
     output, gradients = expected_of(kind, direction)
+    assert_close(torch.cat([result[0] for result in results], 1), output, "output")
+    for name, gradient in gradients.items():
+        given = leaves[name].grad
+        assert given is not None, name
+        assert_close(given, gradient, name)
+
+
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+@pytest.mark.parametrize("kind", ["output", "numerator"])
+def test_simulated_ranks_equal_one_device_on_other_schedules(kind: str, schedule: str) -> None:
+    """No final state; its part of the loss is left out, as of a rank that ignores it."""
+    partition, leaves = FramePartition((1, 0, 3)), leaves_of(kind, "bidirectional", torch.float32)
+    shards = [arguments(leaves, kind, "bidirectional", partition.span(rank), "triton") for rank in range(3)]
+    shards = [{**shard, "output_final_state": False} for shard in shards]
+    flag = {"schedule": schedule, "link": Link("cuts a chain", 1e-3, 1e-3)}
+    if kind == "output":
+        results: Any = simulate.frame_gdn(shards, partition, eps=0.5, **flag)
+    else:
+        results = simulate.frame_gdn_numerator(shards, partition, **flag)
+    sum(loss_of(result, partition.span(rank)) for rank, result in enumerate(results)).backward()
+    output, gradients = expected_of(kind, "bidirectional", output_final_state=False)
     assert_close(torch.cat([result[0] for result in results], 1), output, "output")
     for name, gradient in gradients.items():
         given = leaves[name].grad
