@@ -148,6 +148,35 @@ def test_a_failure_after_the_first_call_is_raised_where_it_is_and_times_out_else
         assert found[rank][1] == f"gdn_cp: {where}"
 
 
+@pytest.mark.parametrize("op", ["cp_frame_gdn", "halo_exchange"])
+def test_a_rank_that_never_arrives_is_an_error_at_the_timeout(op):
+    """FC-D05: on every other rank, with the operation, tag and rank in the message and the cause chained."""
+
+    def worker(rank: int) -> tuple[str, float]:
+        context, begin = CPContext(dist.group.WORLD, tag="blocks.3"), time.monotonic()
+        if rank == 1:
+            time.sleep(4)  # alive and silent
+            return "", 0.0
+        x, calls = (
+            torch.rand(2, PARTITION.counts[rank], 5),
+            {
+                "cp_frame_gdn": lambda: call(rank, context, {}),
+                "halo_exchange": lambda: halo_exchange(x, 1, 0, 1, context, PARTITION),
+            },
+        )
+        with pytest.raises(RuntimeError, match="did not complete") as caught:
+            calls[op]()
+        assert caught.value.__cause__ is not None
+        return str(caught.value), time.monotonic() - begin
+
+    found = run_ranks(3, worker, timeout=1.0)
+    for rank in (0, 2):
+        assert found[rank][0] == (
+            f"gdn_cp: exchange of {op} handshake (tag blocks.3) did not complete on rank {rank} of 3"
+        )
+        assert found[rank][1] < 3.5
+
+
 def test_halo_exchange_compares_its_plan():
     def worker(rank: int) -> None:
         x = torch.rand(2, PARTITION.counts[rank], 5)

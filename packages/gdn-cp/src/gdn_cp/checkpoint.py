@@ -7,6 +7,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch._guards import TracingContext
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
 _local = threading.local()
 
 
@@ -82,6 +86,7 @@ def keep_exchanges() -> tuple[contextlib.AbstractContextManager[None], contextli
         tuple: contexts for the forward and for the recomputation, as ``context_fn`` must.
 
     Communication: none of its own. Every rank must use it: yes, or none.
+    Compiled: a block that is compiled with its checkpoint keeps the results of the operations instead.
     Cost: keeps what arrived, per call of an operation P messages of a pass, until the backward.
 
     Example:
@@ -91,8 +96,17 @@ def keep_exchanges() -> tuple[contextlib.AbstractContextManager[None], contextli
         >>> x.grad
         tensor([0.5403, 0.5403])
     """
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+        contexts: Any = create_selective_checkpoint_contexts(_traced)  # type: ignore[no-untyped-call]
+        return contexts  # type: ignore[no-any-return]
     log = ExchangeLog()
     return log.recording(), _Reusable(log)
+
+
+def _traced(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep in a graph what the operators of gdn_cp return: there they are whole calls, exchange included."""
+    is_ours = getattr(op, "namespace", "") == "gdn_cp"
+    return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Reusable(contextlib.AbstractContextManager[None]):

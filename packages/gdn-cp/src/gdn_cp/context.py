@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gdn_cp import collectives
 from gdn_cp.cost_model import SCHEDULES, Link, as_link
+from gdn_cp.handles import new_handle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +36,8 @@ class CPContext:
             call, and fills what a rank must not read with NaN (waits on the host: for tests), ``"never"`` does not.
         save_transitions: keep the gathered transitions for the backward (P * 2 D^2 numbers per batch element and head
             and call) instead of sending them again.
-        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient.
+        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient. Under
+            ``torch.compile`` a rank without gradients needs it, on all ranks, if others have some: a graph cannot know.
         tag: a name for errors and profiles, as ``"blocks.3"``.
 
     Raises:
@@ -56,8 +60,13 @@ class CPContext:
     process_group: Any = dataclasses.field(default=None, init=False, repr=False)
     rank: int = dataclasses.field(default=0, init=False)
     size: int = dataclasses.field(default=1, init=False)
+    handle: str = dataclasses.field(default="", init=False, repr=False)
+    tie: Any = dataclasses.field(default=None, init=False, repr=False)  # with force_backward: it requires a gradient
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", new_handle(self))
+        if self.force_backward:
+            object.__setattr__(self, "tie", torch.empty(0, requires_grad=True))
         for name, value, allowed in (("schedule", self.schedule, _SCHEDULES), ("validate", self.validate, _VALIDATE)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

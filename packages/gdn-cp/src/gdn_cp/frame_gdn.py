@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gdn_cp import passes, schedules
+from gdn_cp import schedules
 from gdn_cp.context import CPContext
 from gdn_cp.cost_model import Link, as_link
+from gdn_cp.frame_pass import FramePass
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -30,11 +30,9 @@ from gdn_kernels import (
     frame_gdn_numerator,
     frame_gdn_raw,
 )
-from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
-_INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 _Checked = tuple[FrameInputs, FrameOptions, FrameBoundary]
 _Prepared = tuple[FrameInputs, FrameBoundary, RankPlan]
 
@@ -216,11 +214,12 @@ def _is_local(context: CPContext, partition: FramePartition | None, beta: Tensor
     if partition is not None and not isinstance(partition, FramePartition):
         raise TypeError(f"partition must be a FramePartition or None, got {type(partition).__name__}")
     if context.is_trivial and partition is not None:
-        _check_partition(context, partition, beta.shape[2])
+        require_partition(context, partition, beta.shape[2])
     return context.is_trivial
 
 
-def _check_partition(context: CPContext, partition: FramePartition, frames: int) -> None:
+def require_partition(context: CPContext, partition: FramePartition, frames: int) -> None:
+    """Raise RuntimeError unless the partition has the context's ranks and this rank's number of frames."""
     if partition.size != context.size:
         raise RuntimeError(f"partition must have as many ranks as the context, {context.size}, got {partition.size}")
     if partition.counts[context.rank] != frames:
@@ -239,24 +238,40 @@ def _run(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Agree on the call with the other ranks, then run it; returns result, denominator, final kv and z."""
+    if torch.compiler.is_compiling():
+        from gdn_cp.frame_op import call_op
+
+        return call_op(op, context, partition, chunk_starts, output_final_state, *check())
 
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()
-        plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts,
-                         output_final_state, context.save_transitions, context.schedule,
-                         as_link(context.link))  # fmt: skip
-        plan = dataclasses.replace(plan, poison=context.validate == "always")
+        plan = plan_over(context, inputs, options, initial, partition, chunk_starts, output_final_state)
         if partition is not None:
-            _check_partition(context, partition, inputs.beta.shape[2])
-        return _terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
+            require_partition(context, partition, inputs.beta.shape[2])
+        return call_terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
 
     (inputs, initial, plan), backward = agree(op, context, _device_of(check), make)
     # an input that requires a gradient on every rank makes every rank's backward reach the exchange
     tie = torch.empty(0, device=plan.device, requires_grad=backward)
-    result: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _CPFrameGDN.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = FramePass.apply(  # type: ignore[no-untyped-call]
         op, context, plan, tie, *inputs, initial.forward_kv, initial.forward_z
     )
     return result
+
+
+def plan_over(
+    context: CPContext,
+    inputs: FrameInputs,
+    options: FrameOptions,
+    initial: FrameBoundary,
+    partition: FramePartition | None,
+    chunk_starts: Sequence[int] | None,
+    has_final: bool,
+) -> RankPlan:
+    """Return the plan of this rank of a context."""
+    plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts, has_final,
+                     context.save_transitions, context.schedule, as_link(context.link))  # fmt: skip
+    return dataclasses.replace(plan, poison=context.validate == "always")
 
 
 def make_plan(
@@ -296,13 +311,14 @@ def make_plan(
     return schedules.scheduled(plan, schedule, link)
 
 
-def _terms(
+def call_terms(
     inputs: FrameInputs,
     initial: FrameBoundary,
     plan: RankPlan,
     partition: FramePartition | None,
     chunk_starts: Sequence[int] | None,
 ) -> Terms:
+    """Return what ranks compare before the first call of a kind."""
     options = plan.options
     operand = inputs.operands()[0]
     wire = (
@@ -335,37 +351,3 @@ def _device_of(check: Callable[[], _Checked]) -> torch.device | None:
 
 def _state(kv: Tensor | None, z: Tensor | None) -> FrameState | None:
     return FrameState(kv, z) if kv is not None and z is not None else None
-
-
-class _CPFrameGDN(torch.autograd.Function):
-    """One node per rank: an exchange forward, an exchange backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
-        run = stages.begin(inputs, plan.options)
-        own = passes.publish(plan, run.summary, initial)
-        steps = schedules.enter(plan, own, initial)
-        entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward", run.overlap)
-        result, denominator, saved = run.finish(entry)
-        ctx.op, ctx.context, ctx.plan = op, context, plan
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(kept.clone(), *inputs, *entry, *saved)
-        return result, denominator, *final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        plan: RankPlan = ctx.plan
-        kept, *tensors = ctx.saved_tensors
-        inputs, entry = FrameInputs._make(tensors[:_INPUTS]), FrameBoundary(*tensors[_INPUTS : _INPUTS + _ENTRY])
-        dresult, ddenominator, *dfinal = gradients
-        saved = tensors[_INPUTS + _ENTRY :]
-        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
-        own = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), kept)
-        steps = schedules.leave(plan, own, kept)
-        exits, dinitial = schedules.over_ranks(steps, ctx.context, f"{ctx.op} backward", adjoint.overlap)
-        dinputs = adjoint.finish(exits, ctx.needs_input_grad[4 : 4 + _INPUTS])
-        return (None, None, None, None, *dinputs, *dinitial)

@@ -106,39 +106,24 @@ def halo_exchange(
     if not isinstance(context, CPContext):
         raise TypeError(f"context must be a CPContext, got {type(context).__name__}")
 
-    def check() -> tuple[Terms, tuple[Tensor, HaloPlan, int]]:
-        checks.require_tensor("x", x)
-        if not isinstance(partition, FramePartition):
-            raise TypeError(f"partition must be a FramePartition, got {type(partition).__name__}")
-        if left < 0 or right < 0:
-            raise ValueError(f"left and right must be >= 0, got {left} and {right}")
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"dim must be a dim of x, which has {x.ndim}, got {dim}")
-        if partition.size != context.size or partition.counts[context.rank] != x.shape[dim]:
-            raise RuntimeError(
-                f"halo_exchange needs a partition of {context.size} ranks with {x.shape[dim]} frames on rank "
-                f"{context.rank}, got {partition.counts}"
-            )
+    if context.is_trivial or left == right == 0:
+        _check(x, left, right, dim, context, partition)
+        if left == right == 0:
+            return x
         axis = dim % x.ndim
-        rest = tuple(n for i, n in enumerate(x.shape) if i != axis)
-        wire = (("shape apart from frames", rest), ("dtype", str(x.dtype)), ("left", left), ("right", right))
-        terms = Terms(wire, (("partition", digest(partition.counts)),), x.requires_grad, torch.is_grad_enabled())
-        return terms, (x, HaloPlan(partition, context.rank, left, right), axis)
+        plan = HaloPlan(partition, context.rank, left, right)
+        extended = plan.extend(x.movedim(axis, 0), [x.movedim(axis, 0)[:0]], fill)
+    elif torch.compiler.is_compiling():
+        checks.require_tensor("x", x)
+        from gdn_cp.halo_op import call_op
 
-    if context.is_trivial:
-        _, (_, plan, axis) = check()
-        if left == right == 0:
-            return x
-        extended = plan.extend(x.movedim(axis, 0), [x.movedim(axis, 0)[:0]], fill).movedim(0, axis)
+        axis = dim % x.ndim
+        extended = call_op(x.movedim(axis, 0), context, partition, left, right, fill)
     else:
-        device = x.device if isinstance(x, Tensor) else None
-        if left == right == 0:
-            check()
-            return x
-        (_, plan, axis), backward = agree("halo_exchange", context, device, check)
+        (plan, axis), backward = agree_on_halo(x, left, right, dim, context, partition)
         tie = torch.empty(0, device=x.device, requires_grad=backward)
         extended = _Halo.apply(x.movedim(axis, 0), plan, context, fill, tie)  # type: ignore[no-untyped-call]
-        extended = extended.movedim(0, axis)
+    extended = extended.movedim(0, axis)
     return extended if same is None or not x.shape[axis] else _keep_same(extended, same, axis, fill)
 
 
@@ -184,27 +169,79 @@ def _keep_same(extended: Tensor, same: Tensor, axis: int, fill: float) -> Tensor
     return torch.where(same.reshape(shape), extended, extended.new_tensor(fill))
 
 
+def agree_on_halo(
+    x: Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    context: CPContext,
+    partition: FramePartition,
+    traced: tuple[bool, bool] | None = None,
+) -> tuple[tuple[HaloPlan, int], bool]:
+    """Check the arguments and agree with the other ranks; returns plan and axis, and whether a backward will run.
+
+    ``traced``: a graph says whether x needs a gradient, and the grad mode; x itself no longer knows.
+    """
+
+    def make() -> tuple[Terms, tuple[HaloPlan, int]]:
+        axis = _check(x, left, right, dim, context, partition)
+        rest = tuple(n for i, n in enumerate(x.shape) if i != axis)
+        wire = (("shape apart from frames", rest), ("dtype", str(x.dtype)), ("left", left), ("right", right))
+        needs_grad, grad_mode = (x.requires_grad, torch.is_grad_enabled()) if traced is None else traced
+        joins = traced is None or needs_grad or context.force_backward
+        terms = Terms(wire, (("partition", digest(partition.counts)),), needs_grad, grad_mode, joins=joins)
+        return terms, (HaloPlan(partition, context.rank, left, right), axis)
+
+    return agree("halo_exchange", context, x.device if isinstance(x, Tensor) else None, make)
+
+
+def _check(x: Tensor, left: int, right: int, dim: int, context: CPContext, partition: FramePartition) -> int:
+    """Return the dim of frames, >= 0, or raise."""
+    checks.require_tensor("x", x)
+    if not isinstance(partition, FramePartition):
+        raise TypeError(f"partition must be a FramePartition, got {type(partition).__name__}")
+    if left < 0 or right < 0:
+        raise ValueError(f"left and right must be >= 0, got {left} and {right}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dim of x, which has {x.ndim}, got {dim}")
+    if partition.size != context.size or partition.counts[context.rank] != x.shape[dim]:
+        raise RuntimeError(
+            f"halo_exchange needs a partition of {context.size} ranks with {x.shape[dim]} frames on rank "
+            f"{context.rank}, got {partition.counts}"
+        )
+    return dim % x.ndim
+
+
+def run_forward(x: Tensor, plan: HaloPlan, context: CPContext, fill: float) -> Tensor:
+    """Return x, frames along dim 0, with the frames of others around it, in new memory."""
+    sizes = [len(frames) * _row(x) for frames in plan.receive]
+    received = collectives.all_to_all(plan.outgoing(x), sizes, context, "halo_exchange forward")
+    pieces = [piece.view(len(f), *x.shape[1:]) for piece, f in zip(received, plan.receive, strict=True)]
+    extended = plan.extend(x, pieces, fill)
+    return extended.clone() if extended is x else extended
+
+
+def run_backward(gradient: Tensor, plan: HaloPlan, context: CPContext) -> Tensor:
+    """Return the gradient of x from that of what `run_forward` returned."""
+    own, back = plan.reduce(gradient)
+    sizes = [len(frames) * _row(gradient) for frames in plan.send]
+    received = collectives.all_to_all(back, sizes, context, "halo_exchange backward")
+    pieces = [piece.view(len(f), *gradient.shape[1:]) for piece, f in zip(received, plan.send, strict=True)]
+    return plan.collect(own, pieces)
+
+
 class _Halo(torch.autograd.Function):
     """Frames out, gradients back: one all-to-all each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: HaloPlan, context: CPContext, fill: float, tie: Tensor) -> Tensor:
-        ctx.plan, ctx.context, ctx.shape = plan, context, x.shape[1:]
-        sizes = [len(frames) * _row(x) for frames in plan.receive]
-        received = collectives.all_to_all(plan.outgoing(x), sizes, context, "halo_exchange forward")
-        pieces = [piece.view(len(f), *ctx.shape) for piece, f in zip(received, plan.receive, strict=True)]
-        extended = plan.extend(x, pieces, fill)
-        return extended.clone() if extended is x else extended
+        ctx.plan, ctx.context = plan, context
+        return run_forward(x, plan, context, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        plan: HaloPlan = ctx.plan
-        own, back = plan.reduce(gradient)
-        sizes = [len(frames) * _row(gradient) for frames in plan.send]
-        received = collectives.all_to_all(back, sizes, ctx.context, "halo_exchange backward")
-        pieces = [piece.view(len(f), *ctx.shape) for piece, f in zip(received, plan.send, strict=True)]
-        return plan.collect(own, pieces), None, None, None, None
+        return run_backward(gradient, ctx.plan, ctx.context), None, None, None, None
 
 
 def _row(x: Tensor) -> int:

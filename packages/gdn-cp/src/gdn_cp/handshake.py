@@ -36,6 +36,7 @@ class Terms:
         needs_grad: some input of this rank requires a gradient.
         grad_mode: gradients are enabled.
         value_names: names of pairs whose disagreement is a ValueError, a wrong shape, and not a misuse of the group.
+        joins: this rank will run a backward if another one does. A compiled graph that needs no gradient will not.
     """
 
     wire: tuple[tuple[str, Any], ...]
@@ -43,6 +44,7 @@ class Terms:
     needs_grad: bool
     grad_mode: bool
     value_names: tuple[str, ...] = ()
+    joins: bool = True
 
 
 _seen: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
@@ -79,7 +81,9 @@ def agree(
         raise error
     if context.validate == "never" or (context.validate == "first" and key in seen):
         assert terms is not None
-        backward = seen.get(key, terms.needs_grad) or context.force_backward
+        some = seen.get(key, terms.needs_grad)
+        _raise_absent(op, some and terms.grad_mode, [terms.joins], context.rank)
+        backward = some or context.force_backward
         return value, backward and terms.grad_mode  # type: ignore[return-value]
     own = _describe(terms, error)
     rows = collectives.gather_descriptors(own, context, device or torch.device("cpu"), f"{op} handshake")
@@ -88,6 +92,7 @@ def agree(
     _raise_disagreements(op, ranks, own_terms=terms)
     assert terms is not None
     some = any(rank["grad"] for rank in ranks)
+    _raise_absent(op, some and terms.grad_mode, [rank["joins"] for rank in ranks])
     seen[(op,)] = True
     seen[key] = some
     return value, (some or context.force_backward) and terms.grad_mode  # type: ignore[return-value]
@@ -105,7 +110,7 @@ def _describe(terms: Terms | None, error: Exception | None) -> bytes:
         fields: dict[str, Any] = {"error": kind, "message": message, "grad": False}
     else:
         pairs = (*terms.wire, *terms.agreed, ("grad mode", terms.grad_mode))
-        fields = {"terms": [str(value) for _, value in pairs], "grad": terms.needs_grad}
+        fields = {"terms": [str(value) for _, value in pairs], "grad": terms.needs_grad, "joins": terms.joins}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > DESCRIPTOR_BYTES and "message" in fields:
         fields["message"] = fields["message"][: _MESSAGE_BYTES // 2]
@@ -131,3 +136,11 @@ def _raise_disagreements(op: str, ranks: list[dict[str, Any]], own_terms: Terms 
             if ours != theirs:
                 kind = ValueError if name in own_terms.value_names else RuntimeError
                 raise kind(f"{op}: ranks disagree on {name}: rank 0 has {ours}, rank {rank} has {theirs}")
+
+
+def _raise_absent(op: str, has_backward: bool, joins: list[bool], first: int = 0) -> None:
+    if has_backward and not all(joins):
+        raise RuntimeError(
+            f"{op}: some rank needs a gradient, and the compiled graph of rank {first + joins.index(False)} has no "
+            "backward to take part in the exchange: give every rank a context with force_backward=True"
+        )

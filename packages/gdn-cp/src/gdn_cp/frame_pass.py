@@ -1,0 +1,79 @@
+"""The passes of one rank: local work, an exchange, local work; and the autograd node of an eager call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gdn_cp import passes, schedules
+from gdn_cp.context import CPContext
+from gdn_cp.passes import RankPlan
+from gdn_kernels.frame_gdn import stages
+from gdn_kernels.types import FrameBoundary, FrameInputs
+
+_INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
+
+
+def run_forward(
+    op: str, context: CPContext, plan: RankPlan, inputs: FrameInputs, initial: tuple[Tensor | None, Tensor | None]
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """Return result, denominator, final kv and z; and what `run_backward` needs besides the inputs.
+
+    The latter: what the schedule keeps, four entry states, and what the local operation keeps.
+    """
+    run = stages.begin(inputs, plan.options)
+    own = passes.publish(plan, run.summary, initial)
+    steps = schedules.enter(plan, own, initial)
+    entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward", run.overlap)
+    result, denominator, saved = run.finish(entry)
+    return (result, denominator, *final), (kept.clone(), *entry, *saved)
+
+
+def run_backward(
+    op: str,
+    context: CPContext,
+    plan: RankPlan,
+    inputs: FrameInputs,
+    saved: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the inputs that need one and of the initial state, from those of the four results."""
+    kept, entry = saved[0], FrameBoundary(*saved[1 : 1 + _ENTRY])
+    assert kept is not None
+    dresult, ddenominator, dkv, dz = gradients
+    adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved[1 + _ENTRY :])
+    own = passes.publish_backward(plan, adjoint.gamma, (dkv, dz), kept)
+    steps = schedules.leave(plan, own, kept)
+    exits, dinitial = schedules.over_ranks(steps, context, f"{op} backward", adjoint.overlap)
+    return (*adjoint.finish(exits, needs), *dinitial)
+
+
+class FramePass(torch.autograd.Function):
+    """One node per rank: an exchange forward, an exchange backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Run the forward; ``tie`` requires a gradient on ranks that take part in a backward."""
+        inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
+        results, saved = run_forward(op, context, plan, inputs, initial)
+        ctx.op, ctx.context, ctx.plan = op, context, plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *saved)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """Run the backward."""
+        tensors = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        inputs, saved = FrameInputs._make(tensors[:_INPUTS]), tensors[_INPUTS:]
+        needs = ctx.needs_input_grad[4 : 4 + _INPUTS]
+        found = run_backward(ctx.op, ctx.context, ctx.plan, inputs, saved, gradients, needs)
+        return (None, None, None, None, *found)
