@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ NO_LIMIT = 1 << 30
 # A kernel that takes another kernel's row.
 _ROW_OF = {"summary_kernel": "phase_b"}
 _MODULES = (qk_norm, phase_a, phase_b, phase_c, phase_a_bwd, phase_b_bwd, phase_c_bwd, summary, fold)
-_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -107,7 +107,7 @@ def compile_call(call: Call) -> dict[str, Compiled | str]:
     found: dict[str, Compiled | str] = {}
     for launch in launches:
         try:
-            found[launch.kernel.__name__] = _compile(launch, call)
+            found[launch.kernel.__name__] = compile_launch(launch, call)
         except Exception:  # whatever the compiler raises is the finding
             found[launch.kernel.__name__] = traceback.format_exc(limit=-3)
     return found
@@ -132,7 +132,7 @@ def recorded(width: int, precision: str, row: int | None, limit: int) -> tuple[L
         True, True, True, Direction.BIDIRECTIONAL, (1,), 0.3, 1e-5, 1e-6, Precision(precision), Impl.TRITON
     )
     launches: list[Launch] = []
-    with _recording(launches.append), row_first(row or 0), _device_of(limit):
+    with recording(launches.append), row_first(row or 0), _device_of(limit):
         output, _, _ = stages.apply(inputs, options, FrameBoundary(None, None, None, None))
         torch.autograd.grad(output, qkv, torch.randn_like(output))
         transition = stages.summarize(inputs, options).transition_kv[None]
@@ -142,7 +142,7 @@ def recorded(width: int, precision: str, row: int | None, limit: int) -> tuple[L
 
 
 @contextmanager
-def _recording(record: Callable[[Launch], None]) -> Iterator[None]:
+def recording(record: Callable[[Launch], None], modules: Sequence[Any] = _MODULES) -> Iterator[None]:
     class Recorder:
         def __init__(self, kernel: JITFunction[Any]) -> None:
             self.kernel = kernel
@@ -152,7 +152,7 @@ def _recording(record: Callable[[Launch], None]) -> Iterator[None]:
 
     kernels = [
         (module, name, value)
-        for module in _MODULES
+        for module in modules
         for name, value in vars(module).items()
         if name.endswith("_kernel") and isinstance(value, JITFunction)
     ]
@@ -201,7 +201,7 @@ def source_of(launch: Launch) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _compile(launch: Launch, call: Call) -> Compiled:
+def compile_launch(launch: Launch, call: Call) -> Compiled:
     options = {name: launch.named[name] for name in _LAUNCH_OPTIONS if name in launch.named}
     if call.target.startswith("gfx"):
         options.pop("maxnreg", None)
