@@ -1,4 +1,4 @@
-"""The chunk gradients of the gated delta product on a CUDA device, in every block that a width can get, against fp64."""
+"""The kernel of the gated delta product on a CUDA device, in every block that a width can get, against fp64."""
 
 from __future__ import annotations
 
