@@ -12,11 +12,13 @@ from gdn_cp.frame_gdn import cp_frame_gdn, cp_frame_gdn_numerator, cp_frame_gdn_
 from gdn_cp.halo import halo_exchange
 from gdn_cp.loss import join_backward
 from gdn_cp.partition import FramePartition
+from gdn_cp.token_partition import TokenPartition
 
 __all__ = [
     "AffineMap",
     "CPContext",
     "FramePartition",
+    "TokenPartition",
     "__version__",
     "count_exchanges",
     "cp_frame_gdn",
