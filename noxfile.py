@@ -73,11 +73,16 @@ def needs_triton(session: nox.Session) -> None:
         session.skip("Triton is for Linux")
 
 
-def pytest(session: nox.Session, folder: str, **environment: str) -> None:
-    """Run the tests of a folder; arguments after ``--`` may leave none of them, which is no failure then."""
+def pytest(session: nox.Session, *folders: str, **environment: str) -> None:
+    """Run the tests of some folders; arguments after ``--`` may leave none of them, which is no failure then."""
     found_none = [5] if session.posargs else []
     session.run(
-        "pytest", *TIMEOUT, folder, *session.posargs, env={**ONE_THREAD, **environment}, success_codes=[0, *found_none]
+        "pytest",
+        *TIMEOUT,
+        *folders,
+        *session.posargs,
+        env={**ONE_THREAD, **environment},
+        success_codes=[0, *found_none],
     )
 
 
@@ -135,8 +140,9 @@ def compile_kernels(session: nox.Session) -> None:
 def interpret(session: nox.Session) -> None:
     """Run the kernels on the CPU in Triton's interpreter: every flag, tiny shapes."""
     needs_triton(session)
-    install(session, "gdn-kernels", tools=(*TEST_TOOLS, TRITON))
-    pytest(session, "packages/gdn-kernels/tests/interpret", TRITON_INTERPRET="1")
+    install(session, "gdn-kernels", "gdn-cp", tools=(*TEST_TOOLS, TRITON))
+    folders = [f"packages/{package}/tests/interpret" for package in ("gdn-kernels", "gdn-cp")]
+    pytest(session, *folders, TRITON_INTERPRET="1")
 
 
 @nox.session
@@ -144,7 +150,7 @@ def gpu(session: nox.Session) -> None:
     """Test on a CUDA device; fails if there is none."""
     install(session, *PACKAGES, tools=(*TEST_TOOLS, TRITON))
     session.run("python", "-c", "import torch; torch.cuda.init()")
-    pytest(session, "packages/gdn-kernels/tests/gpu")
+    pytest(session, *(f"packages/{package}/tests/gpu" for package in PACKAGES))
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""What the documentation shows runs: code blocks of the READMEs, docstring examples, example scripts."""
+"""What the documentation shows runs: code blocks of READMEs and guides, docstring examples, example scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ import gdn_kernels
 import gdn_models
 
 ROOT = Path(__file__).parent.parent
-READMES = [ROOT / "README.md", *sorted((ROOT / "packages").glob("*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "packages").glob("*/README.md")),
+    *sorted((ROOT / "docs/guide").glob("*.md")),
+]
 EXAMPLES = sorted((ROOT / "packages").glob("*/examples/*.py"))
 BLOCK = re.compile(r"(<!-- continues -->\n)?```python\n(.*?)```", re.DOTALL)
 MODULES = [
@@ -28,7 +32,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_code_blocks_run(path):
     names: dict[str, object] = {}
     blocks = BLOCK.findall(path.read_text())

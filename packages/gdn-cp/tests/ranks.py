@@ -1,7 +1,8 @@
 """Start ranks as processes on this machine, run a function in each, and bring back what they return.
 
-Ranks are forked, which takes a tenth of a second, and meet over gloo in a temporary file, which needs no port. A launch
-ends after a time limit whatever its ranks do, and the first traceback is the one that is shown.
+Ranks are forked, which takes a tenth of a second, or spawned where they use a GPU, and meet over gloo in a temporary
+file, which needs no port. A launch ends after a time limit whatever its ranks do, and the first traceback is the one
+that is shown.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish; holds the first traceback."""
 
 
-def run_ranks(size: int, worker: Callable[[int], T], *, limit: float = LIMIT, timeout: float = 30.0) -> list[T]:
+def run_ranks(
+    size: int, worker: Callable[[int], T], *, limit: float = LIMIT, timeout: float = 30.0, method: str = "fork"
+) -> list[T]:
     """Run ``worker(rank)`` on ``size`` ranks of a gloo group and return their results in rank order.
 
-    ``limit`` bounds the whole launch, ``timeout`` one collective of the group, in seconds.
+    ``limit`` bounds the whole launch, ``timeout`` one collective of the group, in seconds. Ranks that use a GPU must be
+    spawned (``method="spawn"``); the worker then is a function of an importable module.
     """
-    if torch.cuda.is_initialized():
+    if method == "fork" and torch.cuda.is_initialized():
         raise RuntimeError("ranks are forked, which must not happen after CUDA was initialised")
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"

@@ -55,3 +55,9 @@ def test_fp32_maps_are_folded_wide_and_rounded_once():
     state = torch.randn(2, 3, 4, 3)
     exact = affine.fold([AffineMap(*(x.double() for x in m)) for m in chain], state.double())
     assert torch.equal(affine.fold(chain, state), exact.float())
+
+
+def test_product_is_wide_and_rounded_once():
+    left, right = torch.randn(2, 4, 5), torch.randn(2, 5, 3)
+    assert torch.equal(affine.product(left, right), (left.double() @ right.double()).float())
+    assert affine.product(left.bfloat16(), right).dtype == torch.bfloat16

@@ -1,11 +1,14 @@
 """Exchanges, what counts them, and what a failed one says."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from gdn_cp import CPContext, collectives, count_exchanges
+from gdn_cp import CPContext, collectives, count_exchanges, cp_frame_gdn
+from gdn_kernels.frame_gdn import stages
 
 pytestmark = pytest.mark.ranks
 
@@ -27,6 +30,72 @@ def test_gather_all_to_all_and_sum():
         assert seen.sent == [16, 4 * sum(rank + peer for peer in range(3)), 8]
 
     run_ranks(3, worker)
+
+
+@pytest.mark.parametrize("schedule", ["all_gather", "chain", "doubling"])
+def test_local_work_runs_between_start_and_wait(schedule, monkeypatch):
+    """What needs nothing from other ranks is launched while the first message travels: on every rank, once."""
+    order = []
+    wait, gather, batch = collectives._wait, collectives._start_gather, dist.batch_isend_irecv
+    monkeypatch.setattr(collectives, "_wait", lambda work: (order.append("wait"), wait(work)))
+    monkeypatch.setattr(collectives, "_start_gather", lambda *given: (order.append("start"), gather(*given))[1])
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda given: (order.append("start"), batch(given))[1])
+    for kind in (stages.TorchRun, stages.TorchAdjoint):
+        monkeypatch.setattr(kind, "overlap", lambda self: order.append("work"))
+
+    def worker(rank: int) -> list[list[str]]:
+        context = CPContext(dist.group.WORLD, schedule=schedule)
+        found = []
+        for _ in range(2):  # the first time ranks compare their arguments before
+            order.clear()
+            leaves = torch.rand(1, 2, 3, 1, 4, requires_grad=True), torch.rand(1, 1, 1, 2), torch.rand(1, 1, 1)
+            output = cp_frame_gdn(*leaves, context=context, direction="bidirectional").output
+            forward = list(order)
+            order.clear()
+            output.sum().backward()
+            found = [forward, list(order)]
+        return found
+
+    for passes in run_ranks(2, worker):
+        for steps in passes:
+            assert steps.count("work") == 1
+            assert steps.index("start") < steps.index("work") < steps.index("wait")
+
+
+def test_swap_sends_what_both_sides_expect_and_counts_rounds_as_one():
+    def worker(rank: int) -> None:
+        context = CPContext(dist.group.WORLD)
+        like = torch.zeros(1, dtype=torch.float64)
+        with count_exchanges() as seen:  # the first thing this group does
+            for turn in range(2):
+                sends = [(peer, like.new_full((rank + peer,), rank)) for peer in range(3) if peer != rank]
+                receives = [(peer, rank + peer) for peer in range(3) if peer != rank]
+                found = collectives.swap(sends, receives, like, context, "swap", continued=turn > 0)
+                assert [x.tolist() for x in found] == [[float(peer)] * (rank + peer) for peer, _ in receives]
+            # nothing is not sent, on either side
+            peers = [peer for peer in range(3) if peer != rank]
+            empty = collectives.swap([(p, like[:0]) for p in peers], [(p, 0) for p in peers], like, context, "nothing")
+            assert [x.numel() for x in empty] == [0, 0]
+        assert seen.labels == ["swap", "nothing"]
+        assert seen.sent == [2 * 8 * sum(rank + peer for peer in range(3) if peer != rank), 0]
+        assert seen.messages == [4, 0]
+        assert seen.total == 2
+
+    run_ranks(3, worker)
+
+
+def test_the_environment_of_a_launcher_describes_a_group(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with collectives.world_of_environment() as (group, device):
+        assert device == torch.device("cpu")
+        assert CPContext(group).size == 1
+    assert not dist.is_initialized()
 
 
 def test_a_failed_exchange_names_operation_tag_and_rank():

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from gdn_cp import CPContext
+from gdn_cp.context import as_context
+from gdn_cp.cost_model import Link
 
 
 def test_single_needs_no_distributed():
@@ -23,17 +25,21 @@ def test_exactly_one_of_group_and_mesh():
 
 
 @pytest.mark.parametrize(
-    ("option", "allowed"), [("schedule", "'auto', 'all_gather'"), ("validate", "'first', 'always'")]
+    ("option", "allowed"),
+    [("schedule", "'auto', 'all_gather', 'chain', 'doubling'"), ("validate", "'first', 'always'")],
 )
 def test_unknown_options_list_the_known_ones(option, allowed):
     with pytest.raises(ValueError, match=f"{option} must be one of {allowed}"):
         CPContext.single().replace(**{option: "sometimes"})
 
 
-@pytest.mark.parametrize("schedule", ["chain", "doubling"])
-def test_schedules_to_come_say_so(schedule):
-    with pytest.raises(NotImplementedError, match=f"schedule='{schedule}' is not in this release; use 'all_gather'"):
-        CPContext.single().replace(schedule=schedule)
+def test_links_are_named_or_given():
+    for link in ("ethernet", Link("mine", 1.0, 10.0)):
+        assert CPContext.single().replace(link=link).link == link
+    with pytest.raises(ValueError, match="link must be a Link or one of 'nvlink', 'infiniband', 'ethernet', got 'usb'"):
+        CPContext.single().replace(link="usb")
+    with pytest.raises(TypeError, match="link must be a Link or the name of one, got int"):
+        CPContext.single().replace(link=3)
 
 
 @pytest.mark.ranks
@@ -63,3 +69,15 @@ def test_groups_and_meshes():
         return said
 
     assert [bool(said) for said in run_ranks(4, worker)] == [True, False, True, False]
+
+
+@pytest.mark.ranks
+def test_published_functions_take_a_group_or_a_context():
+    def worker(rank: int) -> bool:
+        context = CPContext(dist.group.WORLD, tag="blocks.3")
+        made = as_context(dist.group.WORLD)
+        return as_context(context) is context and (made.rank, made.size) == (rank, 2)
+
+    assert run_ranks(2, worker) == [True, True]
+    with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup or a CPContext, got str"):
+        as_context("world")

@@ -210,3 +210,14 @@ def test_types_are_checked_before_anything_else():
         cp_frame_gdn(context=CPContext.single(), partition=FramePartition((3, 4)), **arguments)
     with pytest.raises(RuntimeError, match=r"beta must have F = 6 frames.*got 7"):
         cp_frame_gdn(context=CPContext.single(), partition=FramePartition((6,)), **arguments)
+
+
+@pytest.mark.ranks
+def test_a_rank_reads_no_slot_that_it_must_not():
+    """Under ``validate="always"`` those slots hold NaN; results are what they are without."""
+    clip, partition = Clip(starts=(0, 4), masked=True), FramePartition((3, 0, 4))
+
+    def worker(rank: int):
+        return on_rank(clip, partition, CPContext(dist.group.WORLD, validate="always"))
+
+    compare(clip, partition, run_ranks(3, worker), 1e-10, 1e-10)

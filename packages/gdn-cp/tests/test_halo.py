@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from gdn_cp import CPContext, FramePartition, count_exchanges, halo_exchange
+from gdn_cp import CPContext, FramePartition, count_exchanges, cp_halo_exchange, halo_exchange
 
 CUTS = [(3, 1, 2), (0, 1, 5), (1, 0, 5), (5, 1, 0)]
 SIZES = [(0, 3), (3, 0), (2, 1), (4, 4)]
@@ -96,3 +96,48 @@ def test_errors():
         halo_exchange(x, 1, 0, 1, context, 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="context must be a CPContext, got NoneType"):
         halo_exchange(x, 1, 0, 1, None, partition)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks
+def test_published_exchange_pads_equal_shards_with_zeros():
+    """A group or a context; halos longer than a shard; one exchange per pass; unequal shards fail on all ranks."""
+
+    def worker(rank: int):
+        found = []
+        for left, right in SIZES:
+            x = clip()[:, 2 * rank : 2 * rank + 2].clone().requires_grad_()
+            with count_exchanges() as seen:
+                y = cp_halo_exchange(x, left, right, -2, dist.group.WORLD)
+                y.backward(torch.arange(1.0, 1 + y.numel(), dtype=torch.float64).view_as(y) * (rank + 1))
+            assert seen.total == 2
+            assert torch.equal(y, cp_halo_exchange(x, left, right, 1, CPContext(dist.group.WORLD)))
+            found.append((y.detach(), x.grad))
+        with pytest.raises(RuntimeError, match="ranks disagree on partition"):
+            cp_halo_exchange(clip()[:, : 2 + (rank == 1)].float(), 1, 0, 1, dist.group.WORLD)
+        return found
+
+    ranks = run_ranks(3, worker)
+    for i, (left, right) in enumerate(SIZES):
+        x = clip().requires_grad_()
+        padded = torch.nn.functional.pad(x, (0, 0, left, right))
+        loss = torch.zeros((), dtype=torch.float64)
+        for rank in range(3):
+            expected = padded[:, 2 * rank : 2 * rank + left + 2 + right]
+            assert torch.equal(ranks[rank][i][0], expected)
+            up = torch.arange(1.0, 1 + expected.numel(), dtype=torch.float64).view_as(expected) * (rank + 1)
+            loss = loss + (expected * up).sum()
+        loss.backward()
+        assert torch.equal(torch.cat([ranks[rank][i][1] for rank in range(3)], 1), x.grad)
+
+
+def test_published_exchange_errors():
+    x, one = torch.ones(1, 2, 1), CPContext.single()
+    assert cp_halo_exchange(x, 0, 0, 1, one) is x
+    with pytest.raises(ValueError, match="left and right must be >= 0, got 0 and -2"):
+        cp_halo_exchange(x, 0, -2, 1, one)
+    with pytest.raises(ValueError, match="dim must be a dim of x, which has 3, got 3"):
+        cp_halo_exchange(x, 1, 0, 3, one)
+    with pytest.raises(TypeError, match="x must be a torch.Tensor, got int"):
+        cp_halo_exchange(3, 1, 0, 0, one)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup or a CPContext, got NoneType"):
+        cp_halo_exchange(x, 1, 0, 1, None)  # type: ignore[arg-type]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from clips import Clip, compare, gradients, results_of, shard_arguments, shard_leaves, shard_loss, whole
 
 from gdn_cp import FramePartition, simulate
+from gdn_cp.cost_model import Link
 
+CUTS_CHAINS = Link("no latency, no bandwidth", 1e-3, 1e-3)  # chains go in 8 blocks
 SIMULATED = {"output": simulate.frame_gdn, "raw": simulate.frame_gdn_raw, "numerator": simulate.frame_gdn_numerator}
 
 
@@ -17,7 +21,7 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
     return [counts for counts in itertools.product(range(total + 1), repeat=parts) if sum(counts) == total]
 
 
-def run(clip: Clip, partition: FramePartition, **options: bool):
+def run(clip: Clip, partition: FramePartition, **options: Any):
     leaves = [shard_leaves(clip, partition, rank) for rank in range(partition.size)]
     shards = [shard_arguments(clip, partition, rank, own) for rank, own in enumerate(leaves)]
     for shard in shards:
@@ -42,6 +46,41 @@ def test_every_partition_of_seven_frames_equals_one_device(size):
     for counts in cuts:
         partition = FramePartition(counts)
         compare(Clip(), partition, run(Clip(), partition), 1e-10)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_every_partition_of_seven_frames_equals_one_device_on_other_schedules(size, schedule):
+    """FC-D01, FC-D09, FC-D12, without a final state; the chain in blocks."""
+    clip = Clip(final=False)
+    for counts in compositions(7, size):
+        partition = FramePartition(counts)
+        compare(clip, partition, run(clip, partition, schedule=schedule, link=CUTS_CHAINS), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["output", "raw", "numerator"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_kinds_and_directions_equal_one_device_on_other_schedules(kind, direction, schedule):
+    """More ranks than frames, masks, chunk starts, no initial state; kept transitions or not makes no difference."""
+    clip = Clip(kind=kind, direction=direction, masked=True, starts=(0, 2, 5), final=False)
+    for counts in [(7,), (3, 4), (2, 0, 5), (0, 1, 6, 0), (1,) * 7 + (0, 0)]:
+        partition = FramePartition(counts)
+        found = run(clip, partition, schedule=schedule)
+        compare(clip, partition, found, 1e-10)
+        again = run(clip, partition, schedule=schedule, save_transitions=False)
+        assert all(torch.equal(x[name], y[name]) for (x, _), (y, _) in zip(found, again, strict=True) for name in x)
+    bare = dataclasses.replace(clip, initial=False)
+    compare(bare, FramePartition((3, 4)), run(bare, FramePartition((3, 4)), schedule=schedule), 1e-10)
+
+
+def test_schedules_settle_before_anything_runs():
+    clip, partition = Clip(), FramePartition((3, 4))
+    compare(clip, partition, run(clip, partition, schedule="auto", link=CUTS_CHAINS), 1e-10)
+    with pytest.raises(NotImplementedError, match="schedule='chain' does not bring the final state to every rank"):
+        run(clip, partition, schedule="chain")
+    with pytest.raises(ValueError, match="schedule must be one of 'auto', 'all_gather', 'chain', 'doubling', got 'st"):
+        run(clip, partition, schedule="star")
 
 
 @pytest.mark.parametrize("kind", ["output", "raw", "numerator"])

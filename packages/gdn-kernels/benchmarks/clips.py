@@ -8,13 +8,13 @@ import torch
 from shapes import Shape
 from torch import Tensor
 
-from gdn_kernels import RotaryTables, frame_gdn, rotary_tables
+from gdn_kernels import FrameState, RotaryTables, frame_gdn, rotary_tables
 
 GRADIENTS = ("dqkv", "dbeta", "ddecay", "dq_norm_weight", "dk_norm_weight")
 
 
 class Clip(NamedTuple):
-    """Arguments of `frame_gdn` with every feature on; the first five are leaves."""
+    """Arguments of `frame_gdn` with every feature on; the first five are leaves. A state makes it a streaming step."""
 
     qkv: Tensor
     beta: Tensor
@@ -23,13 +23,14 @@ class Clip(NamedTuple):
     k_norm_weight: Tensor
     rope: RotaryTables
     k_scale: float
+    state: FrameState | None = None
 
     def leaves(self) -> tuple[Tensor, ...]:
         """Return what gets a gradient, in the order of `GRADIENTS`."""
         return self[:5]
 
 
-def draw_clip(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Clip:
+def draw_clip(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0, *, has_state: bool = False) -> Clip:
     """Return a clip with gates as models in training have them: writes mostly strong, decay near one."""
     batch, frames, spatial, heads, width, _ = shape
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -46,7 +47,8 @@ def draw_clip(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> C
         1 + 0.2 * normal(heads * width),
     )
     rope = rotary_tables((frames, rows, spatial // rows), width, device=torch.device(device))
-    return Clip(*(x.requires_grad_() for x in leaves), rope, (width * spatial) ** -0.5)
+    state = FrameState(normal(batch, heads, width, width), 1 + normal(batch, heads, width).abs()) if has_state else None
+    return Clip(*(x.requires_grad_() for x in leaves), rope, (width * spatial) ** -0.5, state)
 
 
 def draw_gradient(clip: Clip, seed: int = 1) -> Tensor:
@@ -61,13 +63,15 @@ def mix(clip: Clip, impl: str, direction: str = "bidirectional", **options: Any)
     """Return the output of `frame_gdn`."""
     return frame_gdn(
         clip.qkv, clip.beta, clip.decay, rope=clip.rope, q_norm_weight=clip.q_norm_weight,
-        k_norm_weight=clip.k_norm_weight, k_scale=clip.k_scale, direction=direction, impl=impl, **options,
+        k_norm_weight=clip.k_norm_weight, k_scale=clip.k_scale, direction=direction, impl=impl,
+        initial_state=clip.state, output_final_state=clip.state is not None, **options,
     ).output  # fmt: skip
 
 
 def in_fp64(clip: Clip) -> Clip:
     """Return fresh leaves of the same values in fp64."""
-    return Clip(*(x.detach().double().requires_grad_() for x in clip.leaves()), clip.rope, clip.k_scale)
+    state = None if clip.state is None else FrameState(*(x.double() for x in clip.state))
+    return Clip(*(x.detach().double().requires_grad_() for x in clip.leaves()), clip.rope, clip.k_scale, state)
 
 
 def output_and_gradients(

@@ -1,6 +1,7 @@
 """Time `frame_gdn` against the bytes it must move, after checking it against fp64 in the same run.
 
     python run.py                                   # the three shapes that figures are quoted for
+    python run.py stream_3 --direction forward --state
     python run.py wm_121 --compare eager sdpa --json times.json --png times.png
 
 Columns are milliseconds, medians: ``floor`` is the bytes that must move once over the copy bandwidth measured at the
@@ -126,15 +127,15 @@ def measure(name: str, shape: Shape, options: argparse.Namespace, bandwidth: flo
     """Check one shape on fresh inputs, then time it."""
     device, dtype = options.device, getattr(torch, options.dtype)
     arguments = {"precision": options.precision, "direction": options.direction}
-    row: Row = {"shape": name, **shape._asdict()}
-    check = draw_clip(shape, dtype, device, seed=options.seed)
+    row: Row = {"shape": name, **shape._asdict(), "state": options.state, "direction": options.direction}
+    check = draw_clip(shape, dtype, device, seed=options.seed, has_state=options.state)
     with out_of_memory_is(row, "error_output", "error_gradient"):
         found = errors(check, draw_gradient(check, options.seed + 1), options.impl, **arguments)
         row["error_output"] = found.pop("output")
         row["error_gradient"] = max(found.values())
         row["errors"] = found
     del check
-    clip = draw_clip(shape, dtype, device, seed=options.seed + 2)
+    clip = draw_clip(shape, dtype, device, seed=options.seed + 2, has_state=options.state)
     doutput = draw_gradient(clip, options.seed + 3)
     forward_bytes, backward_bytes = (f(dtype.itemsize) for f in (shape.forward_bytes, shape.backward_bytes))
     row["floor_fwd"] = 1e3 * forward_bytes / bandwidth
@@ -212,6 +213,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--precision", default=None, choices=("bf16", "tf32", "ieee"))
     parser.add_argument("--direction", default="bidirectional", choices=("forward", "reverse", "bidirectional"))
+    parser.add_argument("--state", action="store_true", help="a state goes in and comes out, as in a streaming step")
     parser.add_argument("--impl", default="auto", choices=("auto", "torch", "triton"))
     parser.add_argument("--compare", nargs="*", default=[], choices=COMPARISONS)
     parser.add_argument("--repeats", type=int, default=20, help="runs on the CPU; five milliseconds of runs on a GPU")

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gdn_kernels.frame_gdn import (
+    fold,
     phase_a,
     phase_a_bwd,
     phase_b,
@@ -47,7 +48,7 @@ LIMITS_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 
 NO_LIMIT = 1 << 30
 # A kernel that takes another kernel's row.
 _ROW_OF = {"summary_kernel": "phase_b"}
-_MODULES = (qk_norm, phase_a, phase_b, phase_c, phase_a_bwd, phase_b_bwd, phase_c_bwd, summary)
+_MODULES = (qk_norm, phase_a, phase_b, phase_c, phase_a_bwd, phase_b_bwd, phase_c_bwd, summary, fold)
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -118,7 +119,7 @@ def _limit(call: Call) -> int:
 
 @functools.lru_cache(maxsize=32)
 def recorded(width: int, precision: str, row: int | None, limit: int) -> tuple[Launch, ...]:
-    """Return the launches of one bidirectional call with every flag, its backward and its summary."""
+    """Return the launches of one bidirectional call with every flag, its backward, its summary and a fold."""
     frames, spatial, heads = 2, 40, 2
     dtype = torch.float32 if precision == "ieee" else torch.bfloat16
     qkv = torch.randn(1, frames * spatial, 3, heads, width).to(dtype).requires_grad_()
@@ -134,7 +135,8 @@ def recorded(width: int, precision: str, row: int | None, limit: int) -> tuple[L
     with _recording(launches.append), row_first(row or 0), _device_of(limit):
         output, _, _ = stages.apply(inputs, options, FrameBoundary(None, None, None, None))
         torch.autograd.grad(output, qkv, torch.randn_like(output))
-        stages.summarize(inputs, options)
+        transition = stages.summarize(inputs, options).transition_kv[None]
+        fold.fold(transition, transition, None, range(1), dropped=(0,))
     unique = {launch.kernel.__name__: launch for launch in launches}
     return tuple(unique.values())
 

@@ -22,7 +22,7 @@ def test_runner_checks_and_times_a_shape_and_writes_what_it_found(
 ) -> None:
     path = tmp_path / "times.json"
     command = ["tiny", "--device", "cpu", "--dtype", "float32", "--repeats", "2", "--json", str(path)]
-    (row,) = runner.main([*command, "--compare", "eager", "sdpa"])
+    (row,) = runner.main([*command, "--state", "--compare", "eager", "sdpa"])
     assert 0 < row["error_output"] < 1e-5
     assert 0 < row["error_gradient"] < 1e-5
     for column in ("floor_fwd", "floor_train", "eager_fwd", "eager_train", "eager:fwd", "eager:train", "sdpa:train"):

@@ -37,7 +37,7 @@ def test_backward_by_phases_equals_autograd(
     inputs, options = stage_inputs(kind, mask=mask), stage_options(kind, direction, resets=resets, eps=0.05)
     entry = entry_of(inputs, options)
     result, denominator, exits = stages.apply(inputs, options, entry)
-    results = named_tensors({"result": result, "denominator": None if kind == "output" else denominator}, exits)
+    results = named_tensors({"result": result, "denominator": denominator}, exits)
     incoming = upstream(results)
     expected = autograd_of(inputs, entry, results, incoming)
     with torch.no_grad():
@@ -46,9 +46,8 @@ def test_backward_by_phases_equals_autograd(
             inputs, options, entry, saved, incoming["result"], incoming.get("denominator"),
             FrameBoundary(*(incoming.get(name) for name in FrameBoundary._fields)),
         )  # fmt: skip
-    values = named_tensors({"result": result, "denominator": denominator}, exits)
-    by_phases = named_tensors({"result": saved.result, "denominator": saved.denominator}, saved.exits)
-    assert_all_close(by_phases, values, TOLERANCE)
+    raw = None if kind == "output" else saved.denominator  # kept for the backward, returned only if not divided by
+    assert_all_close(named_tensors({"result": saved.result, "denominator": raw}, saved.exits), results, TOLERANCE)
     assert_all_close(named_tensors(*found), expected, TOLERANCE)
 
 

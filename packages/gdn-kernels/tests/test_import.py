@@ -10,6 +10,8 @@ import torch
 
 import gdn_kernels
 
+OPERATIONS = ("frame_gdn", "frame_gdn_numerator", "frame_gdn_raw", "gated_delta_product", "l2_normalize")
+
 
 def run_fresh(program: str, **environment: str) -> str:
     """Run a program in a new interpreter, warnings being errors; return what it printed."""
@@ -41,7 +43,7 @@ assert not torch.cuda.is_initialized()
 
 def test_import_and_a_training_step_need_neither_triton_nor_cuda() -> None:
     """FC-I07: a named impl that cannot run raises."""
-    assert 'impl="triton" is not in this release' in run_fresh(PROGRAM)
+    assert 'impl="triton" needs tensors on a GPU, got cpu; use impl="torch"' in run_fresh(PROGRAM)
 
 
 def test_import_brings_no_triton_of_its_own() -> None:
@@ -52,14 +54,14 @@ def test_import_brings_no_triton_of_its_own() -> None:
 
 def test_public_surface_is_what_it_lists() -> None:
     classes = {"Direction", "FrameState", "Impl", "Precision", "RotaryTables"}
-    results = {"FrameGDNNumeratorResult", "FrameGDNRawResult", "FrameGDNResult"}
-    functions = {"frame_gdn", "frame_gdn_numerator", "frame_gdn_raw", "rotary_tables"}
+    results = {"DeltaProductResult", "FrameGDNNumeratorResult", "FrameGDNRawResult", "FrameGDNResult"}
+    functions = {*OPERATIONS, "rotary_tables"}
     assert set(gdn_kernels.__all__) == classes | results | functions | {"__version__"}
     for name in gdn_kernels.__all__:
         assert getattr(gdn_kernels, name) is not None
 
 
-@pytest.mark.parametrize("name", ["frame_gdn", "frame_gdn_raw", "frame_gdn_numerator", "rotary_tables"])
+@pytest.mark.parametrize("name", [*OPERATIONS, "rotary_tables"])
 def test_examples_in_docstrings_print_what_they_say(name: str) -> None:
     names = {"torch": torch, **vars(gdn_kernels)}
     for example in doctest.DocTestFinder(recurse=False).find(getattr(gdn_kernels, name), name, globs=names):

@@ -61,5 +61,5 @@ def test_an_implementation_that_cannot_run_raises() -> None:
 
 def test_forward_has_no_open_ended_arguments() -> None:
     parameters = inspect.signature(FrameGDN.forward).parameters
-    assert list(parameters) == ["self", "x", "grid", "chunk_starts", "frame_valid", "partition"]
+    assert list(parameters) == ["self", "x", "grid", "chunk_starts", "frame_valid", "state", "partition"]
     assert all(p.kind == p.KEYWORD_ONLY for name, p in parameters.items() if name in list(parameters)[3:])

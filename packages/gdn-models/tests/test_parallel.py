@@ -141,7 +141,7 @@ def test_chunk_starts_are_checked_against_the_whole_clip() -> None:
     block = ChunkCausalGDN(dim=8, heads=2)
     block.attach_context(SECOND_OF_THREE, FramePartition((2, 2, 3)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"chunk_starts must lie in 0 ... F - 1 = 6, got \(0, 7\)"):
-        block._checked(torch.zeros(1, 4, 8), (2, 2, 1), (0, 7), None, None)
+        block._checked(torch.zeros(1, 4, 8), (2, 2, 1), (0, 7), None, None, None)
 
 
 @pytest.mark.parametrize("n_local", [12, torch.tensor(12)])

@@ -42,7 +42,10 @@ def identity(like: AffineMap) -> AffineMap:
 
 def fold(maps: Sequence[AffineMap], state: Tensor) -> Tensor:
     """Return ``state`` after all maps, applied in order."""
-    return states_between(maps, state)[-1]
+    carried = state.to(_wide(state))
+    for m in maps:
+        carried = m.transition.to(carried.dtype) @ carried + m.increment.to(carried.dtype)
+    return carried.to(state.dtype)
 
 
 def exclusive(maps: Sequence[AffineMap], state: Tensor) -> list[Tensor]:
@@ -63,6 +66,12 @@ def states_between(maps: Sequence[AffineMap], state: Tensor) -> list[Tensor]:
 def adjoint(m: AffineMap, gamma: Tensor) -> AffineMap:
     """Return the map from the gradient of the exit state to that of the entry state: ``(transition', gamma)``."""
     return AffineMap(m.transition.mT, gamma)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` in the dtype of ``left``, rounded once."""
+    wide = _wide(left)
+    return (left.to(wide) @ right.to(wide)).to(left.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -6,12 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from gdn_cp import collectives
+from gdn_cp.cost_model import SCHEDULES, Link, as_link
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SCHEDULES = ("auto", "all_gather")
-_PLANNED_SCHEDULES = ("chain", "doubling")
+_SCHEDULES = ("auto", *SCHEDULES)
 _VALIDATE = ("first", "always", "never")
 
 
@@ -23,18 +23,22 @@ class CPContext:
         group: a process group that contains this rank; or
         mesh: a device mesh, with ``mesh_axis`` if it has several axes. Exactly one of the two; `CPContext.single` needs
             neither.
-        schedule: how summaries travel: ``"all_gather"``; ``"auto"`` takes it too in this release.
+        schedule: how summaries travel: ``"all_gather"``, one collective; ``"chain"``, states from neighbour to
+            neighbour; ``"doubling"``, composed maps over 1, 2, 4, ... ranks; ``"auto"`` asks `gdn_cp.cost_model`.
+            A final state needs all_gather, or auto, which then takes it.
+        link: what the model assumes of the link, ``"nvlink"``, ``"infiniband"``, ``"ethernet"`` or what
+            `gdn_cp.cost_model.measure_link` found; decides what auto takes and into how many parts a chain is cut.
+            The same on every rank.
         validate: ``"first"`` compares the ranks' arguments the first time a kind of call is seen, ``"always"`` on every
-            call (waits on the host: for tests), ``"never"`` does not.
+            call, and fills what a rank must not read with NaN (waits on the host: for tests), ``"never"`` does not.
         save_transitions: keep the gathered transitions for the backward (P * 2 D^2 numbers per batch element and head
             and call) instead of sending them again.
         force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient.
         tag: a name for errors and profiles, as ``"blocks.3"``.
 
     Raises:
-        TypeError: ``group`` is not a process group.
+        TypeError: ``group`` is not a process group, or ``link`` neither a `gdn_cp.cost_model.Link` nor a name.
         ValueError: Both or neither of group and mesh, or an unknown option.
-        NotImplementedError: A schedule that this release does not have.
         RuntimeError: The group does not contain this rank, or the mesh axis is not ascending.
     """
 
@@ -43,6 +47,7 @@ class CPContext:
     mesh: DeviceMesh | None = None
     mesh_axis: str | None = None
     schedule: str = "auto"
+    link: Link | str = "nvlink"
     validate: str = "first"
     save_transitions: bool = True
     force_backward: bool = False
@@ -53,11 +58,10 @@ class CPContext:
     size: int = dataclasses.field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        if self.schedule in _PLANNED_SCHEDULES:
-            raise NotImplementedError(f"schedule={self.schedule!r} is not in this release; use 'all_gather' or 'auto'")
         for name, value, allowed in (("schedule", self.schedule, _SCHEDULES), ("validate", self.validate, _VALIDATE)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        as_link(self.link)
         if self.alone:
             if self.group is not None or self.mesh is not None:
                 raise ValueError("a context of one process takes neither group nor mesh")
@@ -91,3 +95,17 @@ class CPContext:
     def replace(self, **fields: Any) -> CPContext:
         """Return a context with some fields changed."""
         return dataclasses.replace(self, **fields)
+
+
+def as_context(group: object) -> CPContext:
+    """Return ``group`` if it is a context, or the context of a process group: published functions take either.
+
+    Raises:
+        TypeError: It is neither.
+        RuntimeError: The group does not contain this rank.
+    """
+    if isinstance(group, CPContext):
+        return group
+    if not collectives.is_process_group(group):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or a CPContext, got {type(group).__name__}")
+    return CPContext(group)

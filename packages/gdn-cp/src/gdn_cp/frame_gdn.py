@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_cp import collectives, passes
+from gdn_cp import passes, schedules
 from gdn_cp.context import CPContext
+from gdn_cp.cost_model import Link, as_link
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -33,7 +34,7 @@ from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
-_INPUTS = len(FrameInputs._fields)
+_INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 _Checked = tuple[FrameInputs, FrameOptions, FrameBoundary]
 _Prepared = tuple[FrameInputs, FrameBoundary, RankPlan]
 
@@ -77,7 +78,7 @@ def cp_frame_gdn(
         initial_state: every rank passes a state of the same shape, or every rank None. That of rank 0 is read, and
             receives a gradient; the others receive zeros.
         output_final_state: return the state after the clip's last frame, the same on every rank. Gradients that arrive
-            on several ranks are summed.
+            on several ranks are summed. Not with ``schedule="chain"`` or ``"doubling"`` of the context.
         norm_eps: as in `gdn_kernels.frame_gdn`.
         eps: as in `gdn_kernels.frame_gdn`.
         precision: as in `gdn_kernels.frame_gdn`.
@@ -91,8 +92,9 @@ def cp_frame_gdn(
         RuntimeError: Ranks disagree; no partition with chunk starts; a partition of another size or other counts; an
             exchange did not complete.
 
-    Communication: one all-gather per pass, of ``4 D^2 + 2 D`` numbers per batch element and head forward (both
-        directions) and ``2 D^2 + 2 D`` backward, fp32 (fp64 for fp64), whatever F and S.
+    Communication: one exchange per pass, fp32 (fp64 for fp64), whatever F and S. By all-gather ``4 D^2 + 2 D`` numbers
+        per batch element and head forward (both directions) and ``2 D^2 + 2 D`` backward; along a chain ``D^2 + D`` to
+        each neighbour in either pass; doubling, ``3 D^2 + D`` per direction and round in either pass.
     Every rank must call this: yes, and its backward, if some rank's input requires a gradient.
     Gradient: of the sum of all ranks' losses. Parameters that ranks share get partial gradients; sum them.
 
@@ -185,8 +187,8 @@ def cp_frame_gdn_numerator(
 
     Arguments, errors and gradients are those of `cp_frame_gdn`; q, k, v ``[B, N, H, D]``.
 
-    Communication: one all-gather per pass, of ``3 D^2`` numbers per batch element and head forward (both directions),
-        then ``2 D^2`` backward.
+    Communication: one exchange per pass. By all-gather ``3 D^2`` numbers per batch element and head forward (both
+        directions), then ``2 D^2`` backward; chain ``D^2``, doubling ``2 D^2``, counted as in `cp_frame_gdn`.
 
     Returns:
         FrameGDNNumeratorResult: ``numerator [B, N, H, D]`` fp32 (fp64), ``final_state`` ``[B, H, D, D]`` or None.
@@ -241,7 +243,9 @@ def _run(
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()
         plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts,
-                         output_final_state, context.save_transitions)  # fmt: skip
+                         output_final_state, context.save_transitions, context.schedule,
+                         as_link(context.link))  # fmt: skip
+        plan = dataclasses.replace(plan, poison=context.validate == "always")
         if partition is not None:
             _check_partition(context, partition, inputs.beta.shape[2])
         return _terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
@@ -265,10 +269,13 @@ def make_plan(
     chunk_starts: Sequence[int] | None,
     has_final: bool,
     save_transitions: bool,
+    schedule: str,
+    link: Link,
 ) -> RankPlan:
-    """Return the plan of one rank, with the clip's chunk starts turned into this rank's resets.
+    """Return the plan of one rank, with the clip's chunk starts turned into this rank's resets and a schedule chosen.
 
     Raises:
+        NotImplementedError: A final state with another schedule than all_gather.
         RuntimeError: Interior chunk starts without a partition.
     """
     has_reset = (False,) * size
@@ -282,10 +289,11 @@ def make_plan(
             has_reset = tuple(bool(starts) for starts in local)
             options = dataclasses.replace(options, resets=local[rank] if rank < len(local) else ())
     batch, heads = inputs.beta.shape[:2]
-    return RankPlan(
+    plan = RankPlan(
         options, size, rank, has_reset, initial.forward_kv is not None, has_final, batch, heads,
         inputs.operands()[0].shape[-1], inputs.state_dtype, inputs.beta.device, save_transitions,
     )  # fmt: skip
+    return schedules.scheduled(plan, schedule, link)
 
 
 def _terms(
@@ -300,7 +308,8 @@ def _terms(
     wire = (
         ("B", plan.batch), ("H", plan.heads), ("D", plan.width), ("dtype", _short(operand.dtype)),
         ("direction", options.direction.value), ("streams", len(plan.streams)), ("initial state", plan.has_initial),
-        ("final state", plan.has_final), ("save_transitions", plan.save_transitions),
+        ("final state", plan.has_final), ("save_transitions", plan.save_transitions), ("schedule", plan.schedule),
+        ("blocks of the chain", plan.blocks),
     )  # fmt: skip
     agreed = (
         ("S", inputs.beta.shape[3]), ("partition", partition and digest(partition.counts)),
@@ -336,27 +345,27 @@ class _CPFrameGDN(torch.autograd.Function):
         ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
-        own = passes.publish(plan, inputs, initial)
-        gathered = collectives.all_gather(own, context, f"{op} forward")
-        entry, final = passes.entries(plan, gathered, initial)
-        result, denominator, _ = stages.apply(inputs, plan.options, entry)
-        kept = plan.transition_layout().offsets[-1]
-        transitions = gathered[:, :kept] if plan.save_transitions else own[None, :kept]
+        run = stages.begin(inputs, plan.options)
+        own = passes.publish(plan, run.summary, initial)
+        steps = schedules.enter(plan, own, initial)
+        entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward", run.overlap)
+        result, denominator, saved = run.finish(entry)
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *entry, transitions.clone(), own[:kept].clone())
+        ctx.save_for_backward(kept.clone(), *inputs, *entry, *saved)
         return result, denominator, *final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         plan: RankPlan = ctx.plan
-        *saved, transitions, own = ctx.saved_tensors
-        inputs, entry = FrameInputs._make(saved[:_INPUTS]), FrameBoundary(*saved[_INPUTS:])
+        kept, *tensors = ctx.saved_tensors
+        inputs, entry = FrameInputs._make(tensors[:_INPUTS]), FrameBoundary(*tensors[_INPUTS : _INPUTS + _ENTRY])
         dresult, ddenominator, *dfinal = gradients
-        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator)
-        buffer = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), own)
-        gathered = collectives.all_gather(buffer, ctx.context, f"{ctx.op} backward")
-        exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
+        saved = tensors[_INPUTS + _ENTRY :]
+        adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved)
+        own = passes.publish_backward(plan, adjoint.gamma, (dfinal[0], dfinal[1]), kept)
+        steps = schedules.leave(plan, own, kept)
+        exits, dinitial = schedules.over_ranks(steps, ctx.context, f"{ctx.op} backward", adjoint.overlap)
         dinputs = adjoint.finish(exits, ctx.needs_input_grad[4 : 4 + _INPUTS])
         return (None, None, None, None, *dinputs, *dinitial)

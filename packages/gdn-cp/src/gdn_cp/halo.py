@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gdn_cp import collectives
-from gdn_cp.context import CPContext
+from gdn_cp.context import CPContext, as_context
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import Partition
 from gdn_kernels import checks
@@ -32,7 +32,7 @@ class HaloPlan:
     def outgoing(self, x: Tensor) -> list[Tensor]:
         """Return what each peer gets of ``x``, this rank's frames along dim 0."""
         start = self.partition.starts[self.rank]
-        return [x[_indices([frame - start for frame in frames], x)] for frames in self.send]
+        return [x[_run(frames, start)] for frames in self.send]
 
     def extend(self, x: Tensor, pieces: list[Tensor], fill: float) -> Tensor:
         """Return ``x`` with the received frames around it along dim 0; ``fill`` outside the clip."""
@@ -43,7 +43,7 @@ class HaloPlan:
         extended[self.left : self.left + len(span)] = x
         for frames, piece in zip(self.receive, pieces, strict=True):
             if frames:
-                extended[_indices([frame - span.start + self.left for frame in frames], x)] = piece
+                extended[_run(frames, span.start - self.left)] = piece
         return extended
 
     def reduce(self, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -51,7 +51,7 @@ class HaloPlan:
         span = self.partition.span(self.rank)
         if not span:
             return gradient.clone(), [gradient.new_empty(0, *gradient.shape[1:]) for _ in self.receive]
-        back = [gradient[_indices([f - span.start + self.left for f in frames], gradient)] for frames in self.receive]
+        back = [gradient[_run(frames, span.start - self.left)] for frames in self.receive]
         return gradient[self.left : self.left + len(span)].clone(), back
 
     def collect(self, own: Tensor, pieces: list[Tensor]) -> Tensor:
@@ -59,7 +59,7 @@ class HaloPlan:
         start = self.partition.starts[self.rank]
         for frames, piece in zip(self.send, pieces, strict=True):
             if frames:
-                own.index_add_(0, _indices([frame - start for frame in frames], own), piece)
+                own[_run(frames, start)] += piece
         return own
 
 
@@ -143,6 +143,41 @@ def halo_exchange(
     return extended if same is None or not x.shape[axis] else _keep_same(extended, same, axis, fill)
 
 
+def cp_halo_exchange(
+    x: Tensor, left_size: int, right_size: int, dim: int, group: collectives.ProcessGroup | CPContext
+) -> Tensor:
+    """Extend equal shards by neighbouring frames, with the published arguments; zeros outside the clip.
+
+    `halo_exchange` with a partition of as many frames on every rank as here; a halo may span several ranks.
+
+    Args:
+        x: this rank's frames along ``dim``; every rank has as many.
+        left_size: frames to add before, >= 0.
+        right_size: frames to add after, >= 0.
+        dim: the dim of frames.
+        group: a process group or a `CPContext`.
+
+    Returns:
+        Tensor: ``left_size + T + right_size`` frames along ``dim``; x itself with both sizes 0.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As `halo_exchange`; ranks with different numbers of frames disagree on the
+            partition.
+
+    Communication: one all-to-all per pass, of the halo frames alone.
+    Every rank must call this: yes.
+    Gradient: that of a halo frame goes to its owner and is added there; that of zeros is dropped.
+
+    Example:
+        >>> cp_halo_exchange(torch.ones(1, 2, 3), 1, 0, 1, CPContext.single())[0, :, 0]
+        tensor([0., 1., 1.])
+    """
+    context = as_context(group)
+    in_range = isinstance(x, Tensor) and -x.ndim <= dim < x.ndim
+    partition = FramePartition(((x.shape[dim] if in_range else 1),) * context.size)
+    return halo_exchange(x, left_size, right_size, dim, context, partition)
+
+
 def _keep_same(extended: Tensor, same: Tensor, axis: int, fill: float) -> Tensor:
     checks.require_shape("same", same, "left + F + right", (extended.shape[axis],))
     shape = [1] * extended.ndim
@@ -188,5 +223,9 @@ def _frames_by_owner(partition: Partition, rank: int, left: int, right: int) -> 
     return frames
 
 
-def _indices(frames: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(frames, dtype=torch.long, device=like.device)
+def _run(frames: list[int], start: int) -> slice:
+    """Return neighbouring frames, counted from ``start``, as a slice: indices would have to be copied to the device.
+
+    What one rank takes of another's frames lies on one side of its own, and so without a gap.
+    """
+    return slice(frames[0] - start, frames[-1] + 1 - start) if frames else slice(0, 0)

@@ -35,12 +35,14 @@ class Terms:
         agreed: further pairs that must be equal on all ranks; compared whenever descriptors are.
         needs_grad: some input of this rank requires a gradient.
         grad_mode: gradients are enabled.
+        value_names: names of pairs whose disagreement is a ValueError, a wrong shape, and not a misuse of the group.
     """
 
     wire: tuple[tuple[str, Any], ...]
     agreed: tuple[tuple[str, Any], ...]
     needs_grad: bool
     grad_mode: bool
+    value_names: tuple[str, ...] = ()
 
 
 _seen: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
@@ -59,7 +61,7 @@ def agree(
 
     Raises:
         ValueError, TypeError, NotImplementedError: ``make`` raised it, on this rank or on another, named.
-        RuntimeError: The ranks disagree, or the exchange failed.
+        RuntimeError: The ranks disagree, or the exchange failed. (ValueError for ``Terms.value_names``.)
 
     Communication: one gather of 512 bytes per rank the first time a combination of ``wire`` terms is met on the group
         (``validate="always"``: each time; ``"never"``: not at all). The host waits for it.
@@ -72,14 +74,14 @@ def agree(
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as caught:
         error = caught
     seen = _seen.setdefault(context.process_group, {})
-    key = (op, *(terms.wire if terms else ()), terms.needs_grad if terms else None)
+    key = (op, *(terms.wire if terms else ()), *((terms.needs_grad, terms.grad_mode) if terms else ()))
     if error is not None and (context.validate == "never" or (context.validate == "first" and (op,) in seen)):
         raise error
     if context.validate == "never" or (context.validate == "first" and key in seen):
         assert terms is not None
         backward = seen.get(key, terms.needs_grad) or context.force_backward
         return value, backward and terms.grad_mode  # type: ignore[return-value]
-    own = _describe(context, terms, error)
+    own = _describe(terms, error)
     rows = collectives.gather_descriptors(own, context, device or torch.device("cpu"), f"{op} handshake")
     ranks = [json.loads(row.rstrip(b"\0")) for row in rows]
     _raise_errors(op, context.rank, ranks, error)
@@ -96,13 +98,13 @@ def digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def _describe(context: CPContext, terms: Terms | None, error: Exception | None) -> bytes:
+def _describe(terms: Terms | None, error: Exception | None) -> bytes:
     if error is not None or terms is None:
         kind = type(error).__name__ if type(error).__name__ in _RAISED else "RuntimeError"
         message = str(error).encode()[:_MESSAGE_BYTES].decode(errors="ignore")
         fields: dict[str, Any] = {"error": kind, "message": message, "grad": False}
     else:
-        pairs = (("schedule", context.schedule), *terms.wire, *terms.agreed, ("grad mode", terms.grad_mode))
+        pairs = (*terms.wire, *terms.agreed, ("grad mode", terms.grad_mode))
         fields = {"terms": [str(value) for _, value in pairs], "grad": terms.needs_grad}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > DESCRIPTOR_BYTES and "message" in fields:
@@ -122,9 +124,10 @@ def _raise_errors(op: str, own_rank: int, ranks: list[dict[str, Any]], error: Ex
 
 def _raise_disagreements(op: str, ranks: list[dict[str, Any]], own_terms: Terms | None) -> None:
     assert own_terms is not None
-    names = ["schedule", *(name for name, _ in (*own_terms.wire, *own_terms.agreed)), "grad mode"]
+    names = [*(name for name, _ in (*own_terms.wire, *own_terms.agreed)), "grad mode"]
     first = ranks[0]["terms"]
     for rank, fields in enumerate(ranks):
         for name, ours, theirs in zip(names, first, fields["terms"], strict=True):
             if ours != theirs:
-                raise RuntimeError(f"{op}: ranks disagree on {name}: rank 0 has {ours}, rank {rank} has {theirs}")
+                kind = ValueError if name in own_terms.value_names else RuntimeError
+                raise kind(f"{op}: ranks disagree on {name}: rank 0 has {ours}, rank {rank} has {theirs}")

@@ -1,7 +1,7 @@
 """P ranks inside one process, in lock-step: the oracle of tests, and a way to learn the algorithm without a cluster.
 
-The code of a pass is that of the real operations; a stack of the buffers takes the place of the collective. One
-autograd node spans all ranks, so that a backward on one of them reaches the others, as a real exchange does.
+The code of a pass is that of the real operations, schedule and all; messages are handed over where they would be
+sent. One autograd node spans all ranks, so that a backward on one of them reaches the others, as a real exchange does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_cp import passes
+from gdn_cp import passes, schedules
+from gdn_cp.context import CPContext
+from gdn_cp.cost_model import Link, as_link
 from gdn_cp.frame_gdn import make_plan
+from gdn_cp.frame_scan import CpFrameGdnScanResult, make_scan_plan, run_scan
 from gdn_cp.halo import HaloPlan
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
@@ -23,7 +26,7 @@ from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
-_FIELDS = len(FrameInputs._fields)
+_FIELDS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 _SLOTS = _FIELDS + 2
 _DEFAULTS: dict[str, Any] = dict(
     rope=None, q_norm_weight=None, k_norm_weight=None, k_scale=1.0, direction="forward", chunk_starts=None,
@@ -36,7 +39,13 @@ _NUMERATOR_DEFAULTS = {
 
 
 def frame_gdn(
-    shards: Sequence[dict[str, Any]], partition: FramePartition, *, eps: float = 1e-6, save_transitions: bool = True
+    shards: Sequence[dict[str, Any]],
+    partition: FramePartition,
+    *,
+    eps: float = 1e-6,
+    save_transitions: bool = True,
+    schedule: str = "all_gather",
+    link: Link | str = "nvlink",
 ) -> list[FrameGDNResult]:
     """Run `cp_frame_gdn` on every rank of a partition.
 
@@ -45,6 +54,8 @@ def frame_gdn(
         partition: frames of each rank.
         eps: as in `cp_frame_gdn`.
         save_transitions: as in `CPContext`.
+        schedule: as in `CPContext`.
+        link: as in `CPContext`.
 
     Returns:
         list[FrameGDNResult]: one per rank.
@@ -56,24 +67,54 @@ def frame_gdn(
         >>> [result.output.shape[1] for result in frame_gdn(shards, FramePartition((2, 1)))]
         [4, 2]
     """
-    results = _simulate(shards, partition, save_transitions, eps=eps, divide=True)
+    results = _simulate(shards, partition, save_transitions, schedule, link, eps=eps, divide=True)
     return [FrameGDNResult(output, _state(kv, z)) for output, _, kv, z in results]
 
 
 def frame_gdn_raw(
-    shards: Sequence[dict[str, Any]], partition: FramePartition, *, save_transitions: bool = True
+    shards: Sequence[dict[str, Any]],
+    partition: FramePartition,
+    *,
+    save_transitions: bool = True,
+    schedule: str = "all_gather",
+    link: Link | str = "nvlink",
 ) -> list[FrameGDNRawResult]:
     """Run `cp_frame_gdn_raw` on every rank of a partition; arguments as in `frame_gdn`."""
-    results = _simulate(shards, partition, save_transitions, eps=0.0, divide=False)
+    results = _simulate(shards, partition, save_transitions, schedule, link, eps=0.0, divide=False)
     return [FrameGDNRawResult(numerator, denominator, _state(kv, z)) for numerator, denominator, kv, z in results]
 
 
 def frame_gdn_numerator(
-    shards: Sequence[dict[str, Any]], partition: FramePartition, *, save_transitions: bool = True
+    shards: Sequence[dict[str, Any]],
+    partition: FramePartition,
+    *,
+    save_transitions: bool = True,
+    schedule: str = "all_gather",
+    link: Link | str = "nvlink",
 ) -> list[FrameGDNNumeratorResult]:
     """Run `cp_frame_gdn_numerator` on every rank of a partition; arguments as in `frame_gdn`."""
-    results = _simulate(shards, partition, save_transitions)
+    results = _simulate(shards, partition, save_transitions, schedule, link)
     return [FrameGDNNumeratorResult(numerator, kv) for numerator, _, kv, _ in results]
+
+
+def scan(
+    shards: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    reverse: bool = False,
+    truncate_to_active: int | None = None,
+    save_transitions: bool = True,
+) -> list[tuple[Tensor, Tensor] | CpFrameGdnScanResult]:
+    """Run `cp_frame_gdn_scan` on every rank; ``shards`` are the ranks' ``W_kv, U_kv, W_z, U_z``."""
+    context = CPContext.single().replace(save_transitions=save_transitions)
+    frames = {shard[0].shape[1] for shard in shards}
+    if truncate_to_active is not None and len(frames) > 1:
+        raise ValueError(f"truncate_to_active needs the same T_local on every rank, got {sorted(frames)}")
+    plans = [
+        make_scan_plan(shard, context, reverse, truncate_to_active, (rank, len(shards)))
+        for rank, shard in enumerate(shards)
+    ]
+    tensors = [x for shard in shards for x in shard]
+    return run_scan(plans, lambda buffers, label: torch.stack(buffers), torch.empty(0), tensors)
 
 
 def halo(
@@ -90,7 +131,12 @@ def halo(
 
 
 def _simulate(
-    shards: Sequence[dict[str, Any]], partition: FramePartition, save_transitions: bool, **kind: Any
+    shards: Sequence[dict[str, Any]],
+    partition: FramePartition,
+    save_transitions: bool,
+    schedule: str,
+    link: Link | str,
+    **kind: Any,
 ) -> list[tuple[Any, Any, Any, Any]]:
     if len(shards) != partition.size:
         raise ValueError(f"shards must hold one entry per rank, {partition.size}, got {len(shards)}")
@@ -111,6 +157,8 @@ def _simulate(
                 shard.get("chunk_starts"),
                 shard.get("output_final_state", False),
                 save_transitions,
+                schedule,
+                as_link(link),
             )  # fmt: skip
         )
         tensors += [*inputs, initial.forward_kv, initial.forward_z]
@@ -129,45 +177,47 @@ def _state(kv: Tensor | None, z: Tensor | None) -> FrameState | None:
 
 
 class _Lockstep(torch.autograd.Function):
-    """All ranks of a pass, one after another; a stack of their buffers is the exchange."""
+    """All ranks of a pass, one after another, and their exchange round by round."""
 
     @staticmethod
     def forward(ctx: Any, plans: list[RankPlan], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ranks = [_of_rank(tensors, plan.rank) for plan in plans]
-        own = [passes.publish(plan, inputs, initial) for plan, (inputs, initial) in zip(plans, ranks, strict=True)]
-        gathered = torch.stack(own)
+        runs = [stages.begin(inputs, plan.options) for plan, (inputs, _) in zip(plans, ranks, strict=True)]
+        entered = schedules.in_lockstep(
+            [
+                schedules.enter(plan, passes.publish(plan, run.summary, initial), initial)
+                for plan, run, (_, initial) in zip(plans, runs, ranks, strict=True)
+            ]
+        )
         outputs: list[Tensor | None] = []
-        entries: list[Tensor | None] = []
-        for plan, (inputs, initial) in zip(plans, ranks, strict=True):
-            entry, final = passes.entries(plan, gathered, initial)
-            result, denominator, _ = stages.apply(inputs, plan.options, entry)
+        kept: list[Tensor | None] = []
+        for run, (entry, final, transitions) in zip(runs, entered, strict=True):
+            result, denominator, saved = run.finish(entry)
             outputs += [result, denominator, *final]
-            entries += entry
+            kept += [transitions.clone(), *entry, *saved]
         ctx.plans, ctx.set = plans, len(tensors)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *entries, gathered[:, : plans[0].transition_layout().offsets[-1]].clone())
+        ctx.save_for_backward(*tensors, *kept)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         plans: list[RankPlan] = ctx.plans
-        tensors, entries, transitions = (
-            ctx.saved_tensors[: ctx.set],
-            ctx.saved_tensors[ctx.set : -1],
-            ctx.saved_tensors[-1],
-        )
-        adjoints, buffers = [], []
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: ctx.set], saved[ctx.set :]
+        share = len(kept) // len(plans)
+        adjoints, leaving = [], []
         for plan in plans:
             inputs, _ = _of_rank(tensors, plan.rank)
-            entry = FrameBoundary(*entries[4 * plan.rank : 4 * plan.rank + 4])
+            transitions, *own = kept[share * plan.rank : share * (plan.rank + 1)]
+            entry = FrameBoundary(*own[:_ENTRY])
             dresult, ddenominator, dkv, dz = gradients[4 * plan.rank : 4 * plan.rank + 4]
-            adjoints.append(stages.adjoint(inputs, plan.options, entry, dresult, ddenominator))
-            buffers.append(passes.publish_backward(plan, adjoints[-1].gamma, (dkv, dz), transitions[plan.rank]))
-        gathered = torch.stack(buffers)
+            adjoints.append(stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, own[_ENTRY:]))
+            buffer = passes.publish_backward(plan, adjoints[-1].gamma, (dkv, dz), transitions)
+            leaving.append(schedules.leave(plan, buffer, transitions))
         found: list[Tensor | None] = [None]
-        for plan, adjoint in zip(plans, adjoints, strict=True):
-            exits, dinitial = passes.exit_gradients(plan, gathered, transitions)
+        for plan, adjoint, (exits, dinitial) in zip(plans, adjoints, schedules.in_lockstep(leaving), strict=True):
             first = 1 + plan.rank * _SLOTS
             found += [*adjoint.finish(exits, ctx.needs_input_grad[first : first + _FIELDS]), *dinitial]
         return tuple(found)

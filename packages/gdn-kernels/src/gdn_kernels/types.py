@@ -92,6 +92,13 @@ class FrameGDNNumeratorResult(NamedTuple):
     final_state: Tensor | None
 
 
+class DeltaProductResult(NamedTuple):
+    """``output [B, T, HV, V]`` in the dtype of q; ``final_state [N, HV, K, V]`` is None unless asked for."""
+
+    output: Tensor
+    final_state: Tensor | None
+
+
 class FrameInputs(NamedTuple):
     """Tensors of one call, checked. Either ``qkv [B, N, 3, H, D]``, or prepared ``q, k, v [B, N, H, D]`` with qkv None.
 

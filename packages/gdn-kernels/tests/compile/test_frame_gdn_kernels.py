@@ -16,7 +16,13 @@ from table_rows import MOST_ROWS  # noqa: E402
 
 from gdn_kernels.frame_gdn import tiles  # noqa: E402
 
-KERNELS = {f"{kernel}_kernel" for kernel in tiles.KERNELS} | {"qk_norm_kernel", "qk_norm_bwd_kernel", "summary_kernel"}
+KERNELS = {f"{kernel}_kernel" for kernel in tiles.KERNELS} | {
+    "qk_norm_kernel",
+    "qk_norm_bwd_kernel",
+    "summary_kernel",
+    "fold_kernel",
+}
+FP32_ALWAYS = {"fold_kernel"}  # few products, of maps that carry the memory of a whole clip
 PRECISIONS = ("bf16", "tf32", "ieee")
 WIDTHS = (16, 64, 112, 128, 256)
 SECONDS = 500
@@ -81,7 +87,7 @@ def test_shared_memory_is_within_the_estimate_and_the_limit(call: Call, kernels:
 def test_products_use_matrix_instructions_and_nothing_traps(call: Call, kernels: dict[str, Compiled]) -> None:
     for name, kernel in kernels.items():
         assert not kernel.traps, name  # an unsupported product becomes a bare trap, silently
-        if kernel.uses_products and call.precision != "ieee":
+        if kernel.uses_products and call.precision != "ieee" and name not in FP32_ALWAYS:
             assert kernel.matrix_products, name
 
 

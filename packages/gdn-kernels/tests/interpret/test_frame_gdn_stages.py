@@ -38,17 +38,24 @@ def random_like(x: Tensor | None, seed: int) -> Tensor | None:
 def every_stage(
     inputs: FrameInputs, options: FrameOptions, entry: FrameBoundary, silent: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Return what `summarize`, `apply` and both steps of `adjoint` give, by name."""
-    summary = stages.summarize(inputs, options)
-    result, denominator, exits = stages.apply(inputs, options, entry)
+    """Return what both steps of `begin` and of `adjoint`, and the exits of `apply` give, by name."""
+    run = stages.begin(inputs, options)
+    summary = run.summary
+    run.overlap()
+    result, denominator, saved = run.finish(entry)
+    applied, _, exits = stages.apply(inputs, options, entry)
+    assert torch.equal(applied, result)
     dresult = None if "result" in silent else random_like(result, 1)
     ddenominator = None if "denominator" in silent else random_like(denominator, 2)
-    adjoint = stages.adjoint(inputs, options, entry, dresult, ddenominator)
+    adjoint = stages.adjoint(inputs, options, entry, dresult, ddenominator, saved)
+    adjoint.overlap()
     exit_gradient = FrameBoundary(*(random_like(x, 3 + i) for i, x in enumerate(exits)))
     if "exits" in silent:
         exit_gradient = FrameBoundary(None, None, None, None)
     needs = [True] * 8 + [False] * 3  # tables and mask have none
     gradients = adjoint.finish(exit_gradient, needs)
+    again = stages.adjoint(inputs, options, entry, dresult, ddenominator).finish(exit_gradient, needs)
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(again, gradients, strict=True))
     groups = {
         "increment": summary.increment, "exit": exits, "gamma": adjoint.gamma, "d": gradients,
     }  # fmt: skip

@@ -4,19 +4,31 @@ Importing this package needs neither CUDA nor Triton and does not initialise CUD
 """
 
 from gdn_models.__about__ import __version__
+from gdn_models.cache import CameraState, DeltaProductState, GDNState
+from gdn_models.checkpoint import load_published, published_state_dict, state_from_published, state_to_published
 from gdn_models.chunks import chunk_schedule
-from gdn_models.config import FrameGDNConfig
+from gdn_models.config import FrameGDNConfig, GatedDeltaProductConfig
+from gdn_models.delta_product import GatedDeltaProduct
 from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN, FrameGDN
 from gdn_models.parallel import all_reduce_gradients, apply_context_parallel, reduce_loss
 
 __all__ = [
     "BidirectionalGDN",
+    "CameraState",
     "ChunkCausalGDN",
+    "DeltaProductState",
     "FrameGDN",
     "FrameGDNConfig",
+    "GDNState",
+    "GatedDeltaProduct",
+    "GatedDeltaProductConfig",
     "__version__",
     "all_reduce_gradients",
     "apply_context_parallel",
     "chunk_schedule",
+    "load_published",
+    "published_state_dict",
     "reduce_loss",
+    "state_from_published",
+    "state_to_published",
 ]

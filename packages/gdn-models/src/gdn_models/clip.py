@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gdn_kernels import checks
+from gdn_models.cache import GDNState
 from gdn_models.gates import Grid
 from gdn_models.parallel import Shard
 
@@ -15,13 +16,20 @@ from gdn_models.parallel import Shard
 class Clip(NamedTuple):
     """The checked arguments of one forward pass, apart from x.
 
-    ``frame_valid [B, F]`` bool or None; ``chunk_starts`` interior, global; ``shard`` the local part of the clip.
+    ``frame_valid [B, F]`` bool or None; ``chunk_starts`` interior, global; ``shard`` the local part of the clip;
+    ``state`` what a stream hands in, or None.
     """
 
     grid: Grid
     frame_valid: Tensor | None
     chunk_starts: tuple[int, ...]
     shard: Shard
+    state: GDNState | None = None
+
+    @property
+    def first(self) -> int:
+        """The position of the first local frame: in the clip, or in the stream."""
+        return self.shard.first + (self.state.frames if self.state is not None else 0)
 
 
 def check_grid(grid: object) -> Grid:

@@ -91,6 +91,80 @@ class FrameGDNConfig:
         object.__setattr__(self, name, value)
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaProductConfig:
+    """What `GatedDeltaProduct` is made from; defaults are those of the layer of flash-linear-attention.
+
+    Attributes:
+        dim: C, width of the layer.
+        heads: H, heads of q and k.
+        value_heads: HV, heads of v, a multiple of ``heads``; None is ``heads``.
+        head_dim: K, width of a key.
+        expand_v: V / K.
+        num_householder: R, steps of the state per token.
+        conv_size: taps of the short convolutions over tokens; 0 leaves them out.
+        forget_gate: the state decays.
+        output_gate: the output is multiplied by SiLU of a projection of the layer's input.
+        allow_neg_eigval: write strengths lie in (0, 2), not (0, 1).
+        norm_eps: added to the mean square in the norm of the output, >= 0.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``.
+
+    Raises:
+        ValueError: A value is not allowed; the message lists what is.
+        TypeError: A value is of the wrong Python type, or a field does not exist.
+
+    Example:
+        >>> GatedDeltaProductConfig(dim=64, heads=2, head_dim=16).value_dim
+        32
+    """
+
+    dim: int
+    heads: int
+    value_heads: int | None = None
+    head_dim: int = 256
+    expand_v: float = 2.0
+    num_householder: int = 2
+    conv_size: int = 4
+    forget_gate: bool = True
+    output_gate: bool = True
+    allow_neg_eigval: bool = True
+    norm_eps: float = 1e-5
+    impl: Impl | str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every field, and store options under their full names."""
+        for name, least in (("dim", 1), ("heads", 1), ("head_dim", 1), ("num_householder", 1), ("conv_size", 0)):
+            require_count(name, getattr(self, name), least)
+        for name in ("forget_gate", "output_gate", "allow_neg_eigval"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
+        if self.value_heads is not None:
+            require_count("value_heads", self.value_heads, 1)
+            if self.value_heads % self.heads:
+                raise ValueError(f"value_heads must be a multiple of heads = {self.heads}, got {self.value_heads}")
+        checks.require_positive("expand_v", self.expand_v)
+        if self.head_dim * self.expand_v != self.value_dim:
+            raise ValueError(f"expand_v must make head_dim * expand_v an integer, got {self.head_dim * self.expand_v}")
+        checks.require_non_negative("norm_eps", self.norm_eps)
+        object.__setattr__(self, "impl", checks.as_impl(self.impl).value)
+
+    @property
+    def heads_of_values(self) -> int:
+        """HV, heads of v."""
+        return self.heads if self.value_heads is None else self.value_heads
+
+    @property
+    def value_dim(self) -> int:
+        """V, width of a value."""
+        return int(self.head_dim * self.expand_v)
+
+    def differences(self) -> str:
+        """Return sizes, and options that differ from their defaults, as arguments of a call."""
+        fields = dataclasses.fields(self)
+        shown = {f.name: getattr(self, f.name) for f in fields if f.default != getattr(self, f.name)}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
 def require_count(name: str, value: object, least: int) -> None:
     """Raise TypeError unless ``value`` is an int, ValueError unless it is at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):

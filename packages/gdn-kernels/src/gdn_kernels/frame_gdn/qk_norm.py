@@ -7,17 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_kernels.frame_gdn.layouts import device_guard, token_layout
+from gdn_kernels.frame_gdn.launch import launch
+from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 
 
-# rho = (mean over heads and channels of x^2 + norm_eps) ** -1/2, one program per token, q and k in turn.
+# rho = (mean over heads and channels of x^2 + norm_eps) ** -1/2, one program per token; of q and k, or of q alone.
 #   q_ptr, k_ptr    [B, N, H, D], strides given, heads and channels contiguous after one another if PACKED
 #   rho_q, rho_k    [B, N] fp32
 @triton.jit(do_not_specialize=["N", "H", "sqb", "sqn", "sqh", "skb", "skn", "skh"])
 def qk_norm_kernel(
     q_ptr, k_ptr, rho_q_ptr, rho_k_ptr, N, H, norm_eps,
     sqb, sqn, sqh, sqd, skb, skn, skh, skd,
-    D: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, BLOCK_C: tl.constexpr,
+    D: tl.constexpr, HAS_K: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     i_token = tl.program_id(0).to(tl.int64)
     i_b, i_n = i_token // N, i_token % N
@@ -29,17 +30,19 @@ def qk_norm_kernel(
         o_c = start + tl.arange(0, BLOCK_C)
         m_c = o_c < H * D
         if PACKED:
-            q = tl.load(q_ptr + o_c, mask=m_c, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + o_c, mask=m_c, other=0.0).to(tl.float32)
+            o_q, o_k = o_c, o_c
         else:
-            o_h, o_d = o_c // D, o_c % D
-            q = tl.load(q_ptr + o_h * sqh * ALIGN + o_d * sqd, mask=m_c, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + o_h * skh * ALIGN + o_d * skd, mask=m_c, other=0.0).to(tl.float32)
+            o_q = (o_c // D) * sqh * ALIGN + (o_c % D) * sqd
+            o_k = (o_c // D) * skh * ALIGN + (o_c % D) * skd
+        q = tl.load(q_ptr + o_q, mask=m_c, other=0.0).to(tl.float32)
         sum_q += q * q
-        sum_k += k * k
+        if HAS_K:
+            k = tl.load(k_ptr + o_k, mask=m_c, other=0.0).to(tl.float32)
+            sum_k += k * k
     C = (H * D).to(tl.float32)
     tl.store(rho_q_ptr + i_token, 1.0 / tl.sqrt(tl.sum(sum_q) / C + norm_eps))
-    tl.store(rho_k_ptr + i_token, 1.0 / tl.sqrt(tl.sum(sum_k) / C + norm_eps))
+    if HAS_K:
+        tl.store(rho_k_ptr + i_token, 1.0 / tl.sqrt(tl.sum(sum_k) / C + norm_eps))
 
 
 def qk_norm(q: Tensor, k: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
@@ -47,16 +50,30 @@ def qk_norm(q: Tensor, k: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
 
     Grid: one program per token. Saves: both results, for the backward of the norm.
     """
+    rho_q, rho_k = _statistics(q, k, norm_eps)
+    assert rho_k is not None
+    return rho_q, rho_k
+
+
+def rms_statistic(x: Tensor, norm_eps: float) -> Tensor:
+    """Return ``rho [B, N]`` of one of q and k, where the other is not due yet; see `qk_norm`."""
+    return _statistics(x, None, norm_eps)[0]
+
+
+def _statistics(q: Tensor, k: Tensor | None, norm_eps: float) -> tuple[Tensor, Tensor | None]:
     batch, tokens, heads, width = q.shape
-    rho_q, rho_k = (torch.empty(batch, tokens, dtype=torch.float32, device=q.device) for _ in range(2))
+    rho_q = torch.empty(batch, tokens, dtype=torch.float32, device=q.device)
+    rho_k = None if k is None else torch.empty_like(rho_q)
     if batch * tokens == 0:
         return rho_q, rho_k
-    packed = all(x.stride(3) == 1 and x.stride(2) == width for x in (q, k))
-    layout = token_layout((q, k))
+    other = given(k, q)
+    packed = all(x.stride(3) == 1 and x.stride(2) == width for x in (q, other))
+    layout = token_layout((q, other))
     with device_guard(q):
-        qk_norm_kernel[(batch * tokens,)](
-            q, k, rho_q, rho_k, tokens, heads, norm_eps, *layout.strides[0], *layout.strides[1],
-            D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=512, num_warps=2,
+        launch(
+            qk_norm_kernel, (batch * tokens,),
+            q, other, rho_q, given(rho_k, rho_q), tokens, heads, norm_eps, *layout.strides[0], *layout.strides[1],
+            D=width, HAS_K=k is not None, PACKED=packed, ALIGN=layout.align, BLOCK_C=512, num_warps=2,
         )  # fmt: skip
     return rho_q, rho_k
 
@@ -105,7 +122,8 @@ def qk_norm_bwd(x: Tensor, dx: Tensor, u: Tensor, rho: Tensor) -> None:
     packed = all(y.stride(3) == 1 and y.stride(2) == width for y in (x, dx))
     layout = token_layout((x, dx))
     with device_guard(x):
-        qk_norm_bwd_kernel[(batch * tokens,)](
+        launch(
+            qk_norm_bwd_kernel, (batch * tokens,),
             x, dx, u, rho, tokens, heads, *layout.strides[0], *layout.strides[1],
             D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=1024, BLOCK_H=32, num_warps=4,
         )  # fmt: skip

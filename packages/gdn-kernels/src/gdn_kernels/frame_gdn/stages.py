@@ -1,7 +1,7 @@
 """A call cut where other devices may join in: summarise a run of frames, run it from given entry states, and back.
 
-This is what gdn-cp builds on. A pass over ranks is `summarize`, an exchange of summaries, then `apply` from the entry
-states that the exchange gave; backward is `Adjoint`, an exchange of its ``gamma``, then `Adjoint.finish`.
+This is what gdn-cp builds on. A pass over ranks is `begin`, an exchange of summaries, then `Run.finish` from the entry
+states that the exchange gave; backward is `adjoint`, an exchange of its ``gamma``, then `Adjoint.finish`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,60 @@ from gdn_kernels.reference.frame_gdn import frame_gdn_reference, summarize_refer
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 
+def begin(inputs: FrameInputs, options: FrameOptions) -> Run:
+    """Begin the forward of a run of frames whose entry states are not known yet; see `Run`."""
+    if options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.triton_stages import TritonRun
+
+        return TritonRun(inputs, options)
+    return TorchRun(inputs, options)
+
+
+class Run(Protocol):
+    """The forward of a run of frames, in two steps with room for an exchange between them. Not differentiable.
+
+    Attributes:
+        summary: see `summarize`.
+    """
+
+    summary: FrameSummary
+
+    def overlap(self) -> None:
+        """Do what needs nothing from other devices: to be called while the exchange travels, or not at all."""
+
+    def finish(self, entry: FrameBoundary) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+        """Run the frames from ``entry`` (None is zero); nothing is computed twice.
+
+        Returns:
+            tuple: result and denominator as `apply` returns them, and tensors for `adjoint`: what the local operation
+                keeps for its own backward, which may be nothing.
+        """
+
+
+class TorchRun:
+    """`Run` of the torch implementation."""
+
+    def __init__(self, inputs: FrameInputs, options: FrameOptions) -> None:
+        self._inputs, self._options = inputs, options
+        self.summary = summarize_reference(inputs, options)
+
+    def overlap(self) -> None:
+        """Do nothing: the reference runs in one go."""
+
+    def finish(self, entry: FrameBoundary) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+        """Return result, denominator and nothing: the backward runs the reference again; see `Run`."""
+        with torch.no_grad():
+            result, denominator, _ = frame_gdn_reference(self._inputs, self._options, entry)
+        return result, denominator, ()
+
+
 def summarize(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
     """Collapse a run of frames to one affine map per stream and direction, in the state dtype.
 
     The increments of the reverse direction include the run's first frame and honour ``options.resets``, so maps of
     neighbours compose without a shift. An empty run is the identity. Not differentiable: see `Adjoint`.
     """
-    if options.impl is Impl.TRITON:
-        from gdn_kernels.frame_gdn.triton_stages import summarize_triton
-
-        return summarize_triton(inputs, options)
-    return summarize_reference(inputs, options)
+    return begin(inputs, options).summary
 
 
 def apply(
@@ -51,8 +94,9 @@ def adjoint(
     entry: FrameBoundary,
     dresult: Tensor | None,
     ddenominator: Tensor | None,
+    saved: Sequence[Tensor | None] = (),
 ) -> Adjoint:
-    """Begin the backward of one `apply`; see `Adjoint`.
+    """Begin the backward of one `apply` or `Run`; see `Adjoint`.
 
     Args:
         inputs: as given to `apply`.
@@ -60,24 +104,28 @@ def adjoint(
         entry: as given to `apply`.
         dresult: gradient of the result, ``[B, N, H, D]``, any strides; None counts as zero.
         ddenominator: gradient of the denominator, ``[B, H, N]``, any strides; None counts as zero.
+        saved: what `Run.finish` returned for this; without it the forward is run again.
     """
     if options.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.triton_stages import TritonAdjoint
 
-        return TritonAdjoint(inputs, options, entry, dresult, ddenominator)
+        return TritonAdjoint(inputs, options, entry, dresult, ddenominator, saved)
     return TorchAdjoint(inputs, options, entry, dresult, ddenominator)
 
 
 class Adjoint(Protocol):
     """The backward of one `apply`, in two steps with room for an exchange between them.
 
-    Recomputes the forward; writes into none of its arguments.
+    Writes into none of its arguments.
 
     Attributes:
         gamma: gradient of the entry states if the exit states get none. Never None where the entry is not.
     """
 
     gamma: FrameBoundary
+
+    def overlap(self) -> None:
+        """Do what needs nothing from other devices: to be called while the exchange travels, or not at all."""
 
     def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
         """Return the gradient of every input, given the gradients of the exit states (None counts as zero).
@@ -112,6 +160,9 @@ class TorchAdjoint:
         upstream = ((result, dresult), (denominator, ddenominator))
         self._upstream = [(y, dy) for y, dy in upstream if y is not None and dy is not None]
         self.gamma = FrameBoundary(*_gradients(self._upstream, self._entry, [x is not None for x in entry]))
+
+    def overlap(self) -> None:
+        """Do nothing: autograd computes all gradients in one go."""
 
     def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
         """Return the gradient of every input; see `Adjoint`."""

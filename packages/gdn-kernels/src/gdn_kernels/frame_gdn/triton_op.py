@@ -85,6 +85,7 @@ def _backward(
     buffers = triton_stages.gradient_buffers(inputs)
     dresult, ddenominator, *dexit = gradients
     read_out = triton_stages.read_out_backward(prepared, kept, result, denominator, dresult, ddenominator, buffers)
+    triton_stages.query_norm_backward(prepared, kept, read_out, buffers)
     scans = triton_stages.sweep_backward(prepared, options, kept, read_out, FrameBoundary(*dexit))
     return [*triton_stages.write_backward(inputs, prepared, kept, read_out, scans, buffers), *scans.entry]
 

@@ -16,9 +16,9 @@ from gdn_kernels.frame_gdn.phase_b import FrameHistories, phase_b
 from gdn_kernels.frame_gdn.phase_b_bwd import ScanGradients, operators_bwd, phase_b_bwd
 from gdn_kernels.frame_gdn.phase_c import phase_c
 from gdn_kernels.frame_gdn.phase_c_bwd import ReadOutGradients, phase_c_bwd
-from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd
+from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd, rms_statistic
 from gdn_kernels.frame_gdn.summary import summary
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, FrameTransitions
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameTransitions
 
 
 class Prepared(NamedTuple):
@@ -70,18 +70,37 @@ def write(prepared: Prepared) -> tuple[Tensor | None, Tensor | None, FrameTransi
     return rho_q, rho_k, phase_a(call, k, v, beta, rho_k)
 
 
-def forward(
-    prepared: Prepared, options: FrameOptions, entry: FrameBoundary, want_exit: bool
-) -> tuple[Tensor, Tensor | None, FrameBoundary, Saved]:
-    """Run all phases; return result, denominator, exit states (None unless wanted) and what the backward needs."""
+class Read(NamedTuple):
+    """Result, denominator (kept for the backward even if it was divided by), exit states, what the backward needs."""
+
+    result: Tensor
+    denominator: Tensor | None
+    exits: FrameBoundary
+    saved: Saved
+
+
+def forward(prepared: Prepared, options: FrameOptions, entry: FrameBoundary, want_exit: bool) -> Read:
+    """Run all phases; exit states are None unless wanted."""
+    return read_states(prepared, options, *write(prepared), entry, want_exit)
+
+
+def read_states(
+    prepared: Prepared,
+    options: FrameOptions,
+    rho_q: Tensor | None,
+    rho_k: Tensor | None,
+    transitions: FrameTransitions,
+    entry: FrameBoundary,
+    want_exit: bool,
+) -> Read:
+    """Run the phases after `write`: scan the states from ``entry``, and read them out."""
     call, q, _, _, beta, decay = prepared
-    rho_q, rho_k, transitions = write(prepared)
     histories = phase_b(call, transitions, decay, options.direction, options.resets, entry)
     dtype = q.dtype if options.divide else torch.float32
     result, denominator = phase_c(call, q, beta.shape[2], rho_q, histories, dtype)
     saved = Saved(rho_q, rho_k, transitions.p_kv, transitions.p_z, *histories)
     exits = histories.exits() if want_exit else FrameBoundary(None, None, None, None)
-    return result, denominator, exits, saved
+    return Read(result, denominator, exits, saved)
 
 
 class GradientBuffers(NamedTuple):
@@ -125,6 +144,13 @@ def read_out_backward(
     )  # fmt: skip
 
 
+def query_norm_backward(prepared: Prepared, saved: Saved, read_out: ReadOutGradients, buffers: GradientBuffers) -> None:
+    """Finish the query's gradient, in place: the part of its norm that couples heads. Local to the device."""
+    if saved.rho_q is not None:
+        assert read_out.u is not None
+        qk_norm_bwd(prepared.q, buffers.dq, read_out.u, saved.rho_q)
+
+
 def sweep_backward(
     prepared: Prepared, options: FrameOptions, saved: Saved, read_out: ReadOutGradients, exit_gradient: FrameBoundary
 ) -> ScanGradients:
@@ -139,15 +165,16 @@ def write_backward(
     inputs: FrameInputs, prepared: Prepared, saved: Saved, read_out: ReadOutGradients, scans: ScanGradients,
     buffers: GradientBuffers,
 ) -> FrameInputs:  # fmt: skip
-    """Second half: from the swept gradients to those of every input, in the inputs' dtypes."""
-    call, q, k, v, beta, decay = prepared
+    """Second half: from the swept gradients to those of every input, in the inputs' dtypes.
+
+    The query's gradient in the buffers is finished before, by `query_norm_backward`.
+    """
+    call, _, k, v, beta, decay = prepared
     histories = saved.histories()
     operators = operators_bwd(call, decay, histories, scans)
     writes = phase_a_bwd(call, k, v, beta, decay, saved.rho_k, operators, histories, scans, buffers.dk, buffers.dv)
-    if saved.rho_q is not None and saved.rho_k is not None:
-        assert read_out.u is not None
+    if saved.rho_k is not None:
         assert writes.u is not None
-        qk_norm_bwd(q, buffers.dq, read_out.u, saved.rho_q)
         qk_norm_bwd(k, buffers.dk, writes.u, saved.rho_k)
     dbeta, ddecay = writes.dbeta, scans.ddecay
     if inputs.frame_valid is not None:
@@ -166,16 +193,38 @@ def _like(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
     return gradient.to(weight.dtype) if gradient is not None and weight is not None else None
 
 
-def summarize_triton(inputs: FrameInputs, options: FrameOptions) -> FrameSummary:
-    """Collapse a run of frames to its affine maps; same result as the reference."""
-    with torch.no_grad():
-        prepared = prepare(inputs, options)
-        _, _, transitions = write(prepared)
-        return summary(prepared.call, transitions, prepared.decay, options.direction, options.resets)
+class TritonRun:
+    """`Run` of the Triton implementation: the operators that the summary is made of are those of the seeded scan."""
+
+    def __init__(self, inputs: FrameInputs, options: FrameOptions) -> None:
+        with torch.no_grad():
+            self._options, self._prepared = options, prepare(inputs, options)
+            call, _, k, v, beta, decay = self._prepared
+            self._rho_k = rms_statistic(k, call.norm_eps) if call.has_norm else None
+            self._rho_q: Tensor | None = None
+            self._transitions = phase_a(call, k, v, beta, self._rho_k)
+            self.summary = summary(call, self._transitions, decay, options.direction, options.resets)
+
+    def overlap(self) -> None:
+        """Take the statistics of the query, which only the read-out needs; see `Run`."""
+        call, q = self._prepared.call, self._prepared.q
+        if call.has_norm and self._rho_q is None:
+            with torch.no_grad():
+                self._rho_q = rms_statistic(q, call.norm_eps)
+
+    def finish(self, entry: FrameBoundary) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+        """Return result, denominator and what the backward needs; see `Run`."""
+        self.overlap()
+        with torch.no_grad():
+            read = read_states(
+                self._prepared, self._options, self._rho_q, self._rho_k, self._transitions, entry, want_exit=False
+            )
+        raw = self._options.has_z and not self._options.divide
+        return read.result, read.denominator if raw else None, (read.result, read.denominator, *read.saved)
 
 
 class TritonAdjoint:
-    """`Adjoint` of the Triton implementation: phases and read-out run once, the sweeps once more after the exchange."""
+    """`Adjoint` of the Triton implementation: the sweeps run once more after the exchange, everything else once."""
 
     def __init__(
         self,
@@ -184,20 +233,38 @@ class TritonAdjoint:
         entry: FrameBoundary,
         dresult: Tensor | None,
         ddenominator: Tensor | None,
+        saved: Sequence[Tensor | None],
     ) -> None:
         with torch.no_grad():
-            self._inputs, self._options, self._entry = inputs, options, entry
+            self._inputs, self._options = inputs, options
             self._prepared = prepare(inputs, options)
-            result, denominator, _, self._saved = forward(self._prepared, options, entry, want_exit=False)
+            if saved:
+                result, denominator = saved[:2]
+                self._saved = Saved(*saved[2:])  # type: ignore[arg-type]
+            else:
+                rho_q, rho_k, transitions = write(self._prepared)
+                result, denominator, _, self._saved = read_states(
+                    self._prepared, options, rho_q, rho_k, transitions, entry, want_exit=False
+                )
+            assert result is not None
             self._buffers = gradient_buffers(inputs)
             self._read_out = read_out_backward(
                 self._prepared, self._saved, result, denominator, dresult, ddenominator, self._buffers
             )
             nothing = FrameBoundary(None, None, None, None)
             self.gamma = sweep_backward(self._prepared, options, self._saved, self._read_out, nothing).entry
+            self._query_is_done = False
+
+    def overlap(self) -> None:
+        """Finish the query's gradient, which needs nothing from other devices; see `Adjoint`."""
+        if not self._query_is_done:
+            with torch.no_grad():
+                query_norm_backward(self._prepared, self._saved, self._read_out, self._buffers)
+            self._query_is_done = True
 
     def finish(self, exit_gradient: FrameBoundary, needs: Sequence[bool]) -> FrameInputs:
         """Return the gradient of every input; see `Adjoint`."""
+        self.overlap()
         with torch.no_grad():
             scans = sweep_backward(self._prepared, self._options, self._saved, self._read_out, exit_gradient)
             found = write_backward(self._inputs, self._prepared, self._saved, self._read_out, scans, self._buffers)

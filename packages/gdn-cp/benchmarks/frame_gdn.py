@@ -1,0 +1,347 @@
+"""What context parallelism costs on one device: a one-rank group, one rank's work of four, and the published scan.
+
+    python frame_gdn.py                                 # a CUDA device, bf16, the shapes that figures are quoted for
+    python frame_gdn.py tiny --device cpu --dtype float32 --json costs.json
+
+Times are medians in milliseconds. ``eager`` is a call from Python, ``graph`` the replay of a captured CUDA graph. Every
+part is checked against the local operation, in the same run, before it is timed. The exchange itself is left out:
+buffers of the other ranks are there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_scan, passes, schedules
+from gdn_cp.cost_model import as_link
+from gdn_cp.frame_gdn import make_plan
+from gdn_cp.schedules.rounds import Steps
+from gdn_kernels import RotaryTables, frame_gdn, rotary_tables
+from gdn_kernels.frame_gdn import stages
+from gdn_kernels.frame_gdn.op import frame_gdn_arguments
+from gdn_kernels.types import FrameBoundary, FrameInputs
+
+RANKS, OWN = 4, 1  # one rank in the middle of four
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+class Shape(NamedTuple):
+    """Frames of one rank, tokens of a frame, heads, channels."""
+
+    frames: int
+    spatial: int
+    heads: int
+    width: int
+
+
+SHAPES = {
+    "tune_11": Shape(11, 920, 20, 112),
+    "wm_31": Shape(31, 880, 20, 112),
+    "tiny": Shape(3, 4, 2, 16),
+}
+
+
+class Clip(NamedTuple):
+    """Arguments of the operation; the first five are leaves."""
+
+    qkv: Tensor
+    beta: Tensor
+    decay: Tensor
+    q_norm_weight: Tensor
+    k_norm_weight: Tensor
+    rope: RotaryTables
+    k_scale: float
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments."""
+        return {
+            "rope": self.rope, "q_norm_weight": self.q_norm_weight, "k_norm_weight": self.k_norm_weight,
+            "k_scale": self.k_scale, "direction": "bidirectional",
+        }  # fmt: skip
+
+
+def draw(shape: Shape, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Clip, Tensor]:
+    """Return the frames of one rank, and a gradient of their output."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    frames, spatial, heads, width = shape
+    tokens = frames * spatial
+    leaves = (
+        normal(1, tokens, 3, heads, width).to(dtype), torch.sigmoid(normal(1, heads, frames, spatial) + 2),
+        torch.sigmoid(normal(1, heads, frames) + 3), 1 + 0.2 * normal(heads * width), 1 + 0.2 * normal(heads * width),
+    )  # fmt: skip
+    rope = rotary_tables((frames, spatial, 1), width, device=torch.device(device))
+    clip = Clip(*(x.requires_grad_() for x in leaves), rope, (width * spatial) ** -0.5)
+    return clip, normal(1, tokens, heads, width).to(dtype)
+
+
+def local_steps(clip: Clip, doutput: Tensor, context: CPContext | None) -> dict[str, Callable[[], Any]]:
+    """Return a forward and a training step of the operation, here or over the ranks of a context."""
+
+    def forward() -> Tensor:
+        if context is None:
+            return frame_gdn(*clip[:3], **clip.options()).output
+        return cp_frame_gdn(*clip[:3], context=context, **clip.options()).output
+
+    def infer() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    return {"fwd": infer, "train": lambda: torch.autograd.grad(forward(), clip[:5], doutput)}
+
+
+class OneRank:
+    """The work of one rank of four, with the frames of the others equal to its own and their buffers at hand."""
+
+    def __init__(self, clip: Clip, doutput: Tensor) -> None:
+        given = [x.detach() if isinstance(x, Tensor) else x for x in clip[:5]]
+        options = {**clip.options(), "q_norm_weight": given[3], "k_norm_weight": given[4]}
+        defaults: dict[str, Any] = dict(
+            chunk_starts=None, frame_valid=None, initial_state=None, output_final_state=False, norm_eps=1e-5, eps=1e-6,
+            precision=None, impl="auto", divide=True,
+        )  # fmt: skip
+        self.inputs, self.options, initial = frame_gdn_arguments(*given[:3], **options, **defaults)
+        counts = (self.inputs.beta.shape[2],) * RANKS
+        self.plan = make_plan(
+            self.inputs, self.options, initial, OWN, RANKS, FramePartition(counts), None, False, True, "all_gather",
+            as_link("nvlink"),
+        )  # fmt: skip
+        self.options, self.doutput = self.plan.options, doutput
+        own = passes.publish(self.plan, stages.begin(self.inputs, self.options).summary, (None, None))
+        self.gathered = own.repeat(RANKS, 1)
+        self.forward_bytes = own.numel() * own.element_size()
+        _, entry, kept, saved = self.forward()
+        adjoint = stages.adjoint(self.inputs, self.options, entry, doutput, None, saved)
+        back = passes.publish_backward(self.plan, adjoint.gamma, (None, None), kept)
+        self.gathered_back = back.repeat(RANKS, 1)
+        self.backward_bytes = back.numel() * back.element_size()
+
+    def forward(self) -> tuple[Tensor, FrameBoundary, Tensor, tuple[Tensor | None, ...]]:
+        """Summary, own slot of the buffer, fold, seeded scan and read-out."""
+        run = stages.begin(self.inputs, self.options)
+        self.gathered[OWN] = passes.publish(self.plan, run.summary, (None, None))
+        run.overlap()
+        entry, _, kept = arrive(schedules.enter(self.plan, self.gathered[OWN], (None, None)), self.gathered)
+        result, _, saved = run.finish(entry)
+        return result, entry, kept, saved
+
+    def train(self) -> FrameInputs:
+        """The forward, and both halves of the backward."""
+        _, entry, kept, saved = self.forward()
+        adjoint = stages.adjoint(self.inputs, self.options, entry, self.doutput, None, saved)
+        own = passes.publish_backward(self.plan, adjoint.gamma, (None, None), kept)
+        self.gathered_back[OWN] = own
+        adjoint.overlap()
+        exits, _ = arrive(schedules.leave(self.plan, own, kept), self.gathered_back)
+        return adjoint.finish(exits, [x is not None and x.is_floating_point() for x in self.inputs[:8]] + [False] * 3)
+
+    def steps(self) -> dict[str, Callable[[], Any]]:
+        """Return a forward and a training step."""
+        return {"fwd": lambda: self.forward()[0], "train": self.train}
+
+
+def arrive(steps: Steps[T], gathered: Tensor) -> T:
+    """Run the schedule of one gather on a buffer that is there already."""
+    next(steps)
+    try:
+        steps.send(gathered)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("an all-gather is one round")
+
+
+def published_scan(transitions: Tensor, increments: Tensor) -> Tensor:
+    """The published algorithm on one rank, from its description: scan, all cumulative products, additive correction."""
+    state, product = torch.zeros_like(increments[:, 0]), None
+    states, products = [], []
+    for t in range(transitions.shape[1]):
+        state = state @ transitions[:, t] + increments[:, t]
+        product = transitions[:, t] if product is None else product @ transitions[:, t]
+        states.append(state)
+        products.append(product)
+    entry = torch.zeros_like(state)  # what the ranks before would hand over
+    return torch.stack(states, 1) + entry[:, None] @ torch.stack(products, 1)
+
+
+def scan_steps(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
+    """Return the published scan of both streams, and ours with the published arguments, on given transitions."""
+    generator = torch.Generator(device=device).manual_seed(5)
+    size = (shape.heads, shape.frames, shape.width, shape.width)
+    noise = torch.randn(3, *size, generator=generator, device=device)
+    w_kv, w_z = (0.9 * torch.eye(shape.width, device=device) - 0.02 * x for x in noise[:2])
+    leaves = [x.detach().requires_grad_() for x in (w_kv, noise[2], w_z, noise[2][..., 0])]
+    context = CPContext.single()
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        kv = published_scan(leaves[0], leaves[1])
+        z = published_scan(leaves[2].mT, leaves[3][:, :, None])
+        return kv, z[:, :, 0]
+
+    def ours() -> tuple[Tensor, Tensor]:
+        kv, z = cp_frame_gdn_scan(*leaves, context)
+        return kv, z
+
+    def step(call: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad([x.sum() for x in call()], leaves)
+
+    check("scan", ours(), theirs(), 1e-4)
+    return {"published": theirs, "published_train": step(theirs), "ours": ours, "ours_train": step(ours)}
+
+
+def check(name: str, found: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float) -> float:
+    """Return the largest relative Frobenius difference; leave with a message if it is above the tolerance."""
+    worst = 0.0
+    for x, y in zip(found, expected, strict=True):
+        if x is None or y is None:
+            continue
+        exact = y.detach().double()
+        difference = float((x.detach().double() - exact).norm() / exact.norm().clamp_min(1e-30))
+        if not difference <= tolerance:  # also what is not a number
+            sys.exit(f"{name} differs by {difference:.1e}, more than {tolerance:.0e}: nothing is timed")
+        worst = max(worst, difference)
+    return worst
+
+
+def milliseconds(calls: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
+    """Return the median time of each call; the calls take turns, so that they see the same clocks."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            if device == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                begin.record()
+                call()
+                end.record()
+                end.synchronize()
+                times[name].append(begin.elapsed_time(end))
+            else:
+                start = time.perf_counter()
+                call()
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the replay of ``call`` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure(name: str, options: argparse.Namespace) -> Row:
+    """Check and time one shape."""
+    shape, device, dtype = SHAPES[name], options.device, getattr(torch, options.dtype)
+    row: Row = {"shape": name, **shape._asdict(), "ranks": RANKS}
+    clip, doutput = draw(shape, device, dtype)
+    single, rank = CPContext.single(), OneRank(clip, doutput)
+    local, group, one = local_steps(clip, doutput, None), local_steps(clip, doutput, single), rank.steps()
+    check("a one-rank group", [group["fwd"]()], [local["fwd"]()], 0.0)
+    row["error"] = check_one_rank(rank, clip)
+    row["forward_bytes"], row["backward_bytes"] = rank.forward_bytes, rank.backward_bytes
+    if device == "cuda":
+        waits_for_nothing(rank.train)
+    for step in ("fwd", "train"):
+        calls = {"local": local[step], "group": group[step], "rank": one[step]}
+        ways = {"eager": calls}
+        if device == "cuda":
+            ways["graph"] = {key: captured(call) for key, call in calls.items()}
+        for way, timed in ways.items():
+            times = milliseconds(timed, device, options.repeats)
+            row.update({f"{way}_{key}_{step}": value for key, value in times.items()})
+            for key in ("group", "rank"):
+                row[f"{way}_{key}_{step}_ratio"] = times[key] / times["local"]
+    scans = milliseconds(scan_steps(shape, device), device, max(3, options.repeats // 5))
+    row.update({f"scan_{key}": value for key, value in scans.items()})
+    return row
+
+
+def check_one_rank(rank: OneRank, clip: Clip) -> float:
+    """Hold the rank's output to the second quarter of a clip that repeats its frames four times."""
+    tokens = clip.qkv.shape[1]
+    repeated = frame_gdn(
+        clip.qkv.detach().repeat(1, RANKS, 1, 1, 1), clip.beta.detach().repeat(1, 1, RANKS, 1),
+        clip.decay.detach().repeat(1, 1, RANKS),
+        **{**clip.options(), "rope": RotaryTables(*(x.repeat(RANKS, 1) for x in clip.rope)),
+           "q_norm_weight": clip.q_norm_weight.detach(), "k_norm_weight": clip.k_norm_weight.detach()},
+    ).output  # fmt: skip
+    # two ways to the same state, each of which rounds operands once: the precision of the operands, or of the output
+    tolerance = 8e-3 if clip.qkv.dtype.itemsize == 2 else 1e-4
+    return check("one rank of four", [rank.forward()[0]], [repeated[:, OWN * tokens : (OWN + 1) * tokens]], tolerance)
+
+
+def waits_for_nothing(call: Callable[[], Any]) -> None:
+    """Raise if the call waits for the device on the host once everything is compiled."""
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text, one column per shape."""
+    names = [key for key in rows[0] if key != "shape"]
+    lines = [["", *(row["shape"] for row in rows)]]
+    for name in names:
+        values = [row.get(name) for row in rows]
+        lines.append([name, *(f"{v:.3g}" if isinstance(v, float) else f"{v:,}" for v in values)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", metavar="shape", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    options.shapes = options.shapes or ["tune_11", "wm_31"]
+    unknown = [name for name in options.shapes if name not in SHAPES]
+    if unknown:
+        parser.error(f"unknown shape {', '.join(unknown)}; known: {', '.join(SHAPES)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    """Measure the shapes, print the table, write what was asked for, and return the rows."""
+    options = parse(arguments)
+    rows = [measure(name, options) for name in options.shapes]
+    print(table(rows))
+    if options.json:
+        where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        about = {"device": where, "torch": torch.__version__, "dtype": options.dtype}
+        options.json.write_text(json.dumps({"environment": about, "rows": rows}, indent=2))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The benchmarks on the CPU: what context parallelism costs on one device, and what schedules are predicted to take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import frame_gdn as costs  # noqa: E402
+import schedules  # noqa: E402
+
+from gdn_cp.cost_model import LINKS  # noqa: E402
+
+COMMAND = ["tiny", "--device", "cpu", "--dtype", "float32", "--repeats", "2"]
+
+
+def test_costs_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    (row,) = costs.main([*COMMAND, "--json", str(path)])
+    assert 0 < row["error"] < 1e-4
+    for step in ("fwd", "train"):
+        for who in ("local", "group", "rank"):
+            assert row[f"eager_{who}_{step}"] > 0
+        assert row[f"eager_rank_{step}_ratio"] == row[f"eager_rank_{step}"] / row[f"eager_local_{step}"]
+    heads, width = 2, 16
+    assert row["forward_bytes"] == 4 * heads * (4 * width**2 + 2 * width)
+    assert row["backward_bytes"] == 4 * heads * (2 * width**2 + 2 * width)
+    for name in ("published", "published_train", "ours", "ours_train"):
+        assert row[f"scan_{name}"] > 0
+    assert json.loads(path.read_text())["rows"] == [row]
+    assert "eager_rank_train_ratio" in capsys.readouterr().out
+
+
+def test_costs_refuses_to_time_what_is_wrong() -> None:
+    with pytest.raises(SystemExit, match="thing differs by 1.0e\\+00, more than 1e-01: nothing is timed"):
+        costs.check("thing", [torch.zeros(2)], [torch.ones(2)], 0.1)
+    with pytest.raises(SystemExit, match="nothing is timed"):
+        costs.check("thing", [torch.full((2,), torch.nan)], [torch.ones(2)], 0.1)
+
+
+def test_costs_refuses_a_shape_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        costs.parse(["wm_1"])
+    assert "unknown shape wm_1" in capsys.readouterr().err
+
+
+def test_it_prints_and_writes_what_the_model_says(tmp_path, capsys):
+    rows = schedules.main(["--json", str(tmp_path / "schedules.json")])
+    printed = capsys.readouterr().out.splitlines()
+    assert "| nvlink | 2 | 32 | 22 | 33 | chain |" in printed
+    assert "| infiniband | 64 | 5922 | 1982 | 601 | doubling |" in printed
+    assert len(printed) == 2 + len(rows) == 2 + len(LINKS) * len(schedules.SIZES)
+    written = json.loads((tmp_path / "schedules.json").read_text())
+    assert written["rows"] == rows
+    assert written["model"]["transition_bytes"] == 2007040
+    assert [link["name"] for link in written["model"]["links"]] == list(LINKS)
+
+
+def test_the_stored_results_are_those_of_the_model(tmp_path):
+    schedules.main(["--json", str(tmp_path / "schedules.json")])
+    stored = json.loads((BENCHMARKS / "results" / "schedules.json").read_text())
+    again = json.loads((tmp_path / "schedules.json").read_text())
+    assert stored["model"] == again["model"]
+    for row, other in zip(stored["rows"], again["rows"], strict=True):
+        assert row == pytest.approx(other)
+
+
+def test_it_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    schedules.main(["--png", str(tmp_path / "schedules.png")])
+    assert (tmp_path / "schedules.png").read_bytes().startswith(b"\x89PNG")

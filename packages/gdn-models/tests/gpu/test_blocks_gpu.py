@@ -1,0 +1,57 @@
+"""Blocks on a CUDA device: what `torch.compile` makes of them equals eager, and the two implementations agree."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gdn_models import BidirectionalGDN
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+ROWS, COLUMNS, DIM, HEADS = 6, 8, 128, 2
+# 16 bits: rounding of every product's operands, half a unit of 2**-8 each, and twice that for another order of work
+BF16 = 2.0**-6
+
+
+def train(block: nn.Module, x: Tensor, frames: int) -> dict[str, Tensor]:
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    y = block(x, (frames, ROWS, COLUMNS))
+    y.backward(torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape)).to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, value in expected.items():
+        error = float((found[name].double() - value.double()).norm() / value.double().norm())
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+def clip(frames: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(frames)
+    return torch.randn(2, frames * ROWS * COLUMNS, DIM, generator=generator).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dynamic, lengths", [(False, (4,)), (True, (3, 5))], ids=["static", "dynamic"])
+def test_compiled_block_equals_eager(dynamic: bool, lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    block = BidirectionalGDN(dim=DIM, heads=HEADS).to("cuda", torch.bfloat16)
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    for frames in lengths:
+        assert_close(train(compiled, clip(frames), frames), train(block, clip(frames), frames), BF16)
+
+
+def test_block_on_triton_equals_the_block_on_torch() -> None:
+    torch.manual_seed(0)
+    block = BidirectionalGDN(dim=DIM, heads=HEADS, impl="triton").cuda()
+    reference = BidirectionalGDN(dim=DIM, heads=HEADS, impl="torch").cuda()
+    reference.load_state_dict(copy.deepcopy(block.state_dict()))
+    x = clip(4, torch.float32)
+    # fp32 throughout; both sides round sums over a few hundred terms, in different orders
+    assert_close(train(block, x, 4), train(reference, x, 4), 1e-4)

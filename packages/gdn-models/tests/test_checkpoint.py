@@ -1,0 +1,181 @@
+"""Published checkpoints and caches: what loads, what is refused and how it is named, and the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comparison import randomize
+from torch import Tensor, nn
+
+from gdn_models import (
+    BidirectionalGDN,
+    ChunkCausalGDN,
+    FrameGDN,
+    load_published,
+    published_state_dict,
+    state_from_published,
+    state_to_published,
+)
+from gdn_models.cache import CameraState
+
+C, H, D, K = 12, 2, 6, 4
+# The table of the published blocks, by hand: name, shape, and the option without which it is absent.
+TABLE = {
+    "qkv.weight": ((3 * C, C), None), "qkv.bias": ((3 * C,), "qkv_bias"), "proj.weight": ((C, C), None),
+    "proj.bias": ((C,), None), "q_norm.weight": ((C,), "qk_norm"), "k_norm.weight": ((C,), "qk_norm"),
+    "beta_proj.weight": ((H, C), None), "beta_proj.bias": ((H,), None), "gate_proj.weight": ((H, C), None),
+    "gate_proj.bias": ((H,), None), "A_log": ((H,), None), "dt_bias": ((H,), None),
+    "output_gate.weight": ((C, C), "output_gate"), "output_gate.bias": ((C,), "output_gate"),
+    "conv_k.weight": ((C, 1, K), "conv_size"), "conv_q.weight": ((C, 1, K), "conv_qv"),
+    "conv_v.weight": ((C, 1, K), "conv_qv"), "recall_gate": ((1,), None),
+}  # fmt: skip
+DEFAULTS = {"qkv_bias": False, "qk_norm": True, "output_gate": True, "conv_size": K, "conv_qv": False}
+CLASSES = [FrameGDN, BidirectionalGDN, ChunkCausalGDN]
+
+
+def published(**options: object) -> dict[str, Tensor]:
+    chosen = {**DEFAULTS, **options}
+    names = [name for name, (_, needs) in TABLE.items() if needs is None or chosen[needs]]
+    return {name: torch.randn(TABLE[name][0]) for name in names}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"qkv_bias": True}, {"conv_qv": True}, {"conv_size": 0}, {"qk_norm": False, "output_gate": False}]
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_published_names_load_strictly(cls: type[nn.Module], options: dict[str, object]) -> None:
+    block, given = cls(dim=C, heads=H, **options), published(**options)
+    load_published(block, given)
+    assert block.state_dict().keys() == given.keys() - {"recall_gate"}
+    for name, value in block.state_dict().items():
+        assert torch.equal(value, given[name]), name
+
+
+def test_the_way_out_is_the_way_in() -> None:
+    block = FrameGDN(dim=C, heads=H)
+    randomize(block)
+    exported = published_state_dict(block)
+    assert exported.keys() == published().keys()
+    assert {name: value.shape for name, value in exported.items()} == {
+        name: value.shape for name, value in published().items()
+    }
+    assert not exported["recall_gate"].any()
+    other = ChunkCausalGDN(dim=C, heads=H)
+    load_published(other, exported)
+    assert all(torch.equal(p, q) for p, q in zip(block.parameters(), other.parameters(), strict=True))
+
+
+def test_models_of_several_blocks_and_prefixes() -> None:
+    model = nn.ModuleDict({"mixer": FrameGDN(dim=C, heads=H), "head": nn.Linear(C, C)})
+    exported = {f"model.{name}": value for name, value in published_state_dict(model).items()}
+    assert "model.mixer.recall_gate" in exported
+    assert "model.head.recall_gate" not in exported
+    other = nn.ModuleDict({"mixer": FrameGDN(dim=C, heads=H), "head": nn.Linear(C, C)})
+    load_published(other, {**exported, "optimizer.step": torch.zeros(1)}, prefix="model.")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"A_log": None}, "missing A_log"),
+        ({"a_log": torch.zeros(H)}, "left over a_log"),
+        ({"dt_bias": torch.zeros(H + 1)}, r"dt_bias must have shape \[2\], got \[3\]"),
+        ({"q_norm.weight": None, "k_norm.weight": None}, "missing k_norm.weight, q_norm.weight"),
+        ({f"more.{i}": torch.zeros(1) for i in range(10)}, "more.7 and 2 more"),
+    ],
+)
+def test_a_wrong_checkpoint_names_its_keys_and_changes_nothing(change: dict[str, Tensor | None], message: str) -> None:
+    block = FrameGDN(dim=C, heads=H)
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    given = {name: value for name, value in {**published(), **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=f"the checkpoint does not fit FrameGDN: .*{message}"):
+        load_published(block, given)
+    assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
+
+
+def test_a_checkpoint_without_norms_loads_without_qk_norm_only() -> None:
+    """A norm that nobody trained would be a silent change of the model."""
+    given = published(qk_norm=False)
+    load_published(FrameGDN(dim=C, heads=H, qk_norm=False), given)
+    with pytest.raises(ValueError, match=r"missing k_norm.weight, q_norm.weight"):
+        load_published(FrameGDN(dim=C, heads=H), given)
+
+
+def test_convolutions_with_a_bias_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="convolutions with a bias are not supported, got conv_k.bias"):
+        load_published(FrameGDN(dim=C, heads=H), {**published(), "conv_k.bias": torch.zeros(C)})
+
+
+# ---- caches
+
+
+def cache() -> list[Tensor | None]:
+    return [
+        torch.randn(2, H, D, D),
+        torch.randn(2, H, D, 1),
+        None,
+        None,
+        torch.randn(2 * 5, K - 1, C),
+        None,
+        torch.ones(1),
+    ]
+
+
+def test_published_states_convert_both_ways() -> None:
+    """The main state is value-first there, the camera's is not; neither need be symmetric."""
+    given = cache()
+    state = state_from_published(given, frames=7)
+    for key in range(D):
+        for value in range(D):
+            assert torch.equal(state.kv[:, :, key, value], given[0][:, :, value, key])
+    assert torch.equal(state.z, given[1][..., 0])
+    for sample in range(2):
+        for position in range(5):
+            assert torch.equal(state.conv[1][sample, :, position], given[4][sample * 5 + position])
+    assert state.conv[0] is state.conv[2] is state.camera is None
+    assert state.frames == 7
+    for slot, back in zip(given, state_to_published(state), strict=False):
+        assert (slot is None and back is None) or torch.equal(slot, back)
+    given[2], given[4] = torch.randn(2, H, D, D), None
+    state = state_from_published(given, frames=0)
+    assert torch.equal(state.camera.kv, given[2])
+    assert torch.equal(state_to_published(state)[2], given[2])
+
+
+def test_a_converted_state_continues_the_stream() -> None:
+    block, x = FrameGDN(dim=C, heads=H), torch.randn(2, 4 * 5, C)
+    _, state = block(x[:, :15], (3, 5, 1), state=block.init_state(2, (0, 5, 1)))
+    again = state_from_published(state_to_published(state), frames=3)
+    expected, _ = block(x[:, 15:], (1, 5, 1), state=state)
+    found, _ = block(x[:, 15:], (1, 5, 1), state=again)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "slot, value, message",
+    [
+        (0, None, "cache must hold the main state in slots 0 and 1"),
+        (0, torch.zeros(2, H, D, D + 1), r"slot 0 must have shape \[B, H, D, D\]"),
+        (1, torch.zeros(2, H, D), r"slot 1 must have shape \[B, H, D, 1\]"),
+        (2, torch.zeros(1, H, D, D), r"slot 2 must have shape \[B, H, D, D\]"),
+        (4, torch.zeros(5, K - 1, C), "slot 4 must have a multiple of B = 2 rows, got 5"),
+    ],
+)
+def test_a_wrong_cache_is_refused(slot: int, value: Tensor | None, message: str) -> None:
+    given = cache()
+    given[slot] = value
+    with pytest.raises(ValueError, match=message):
+        state_from_published(given, frames=0)
+
+
+def test_a_short_cache_and_homeless_tails_are_refused() -> None:
+    with pytest.raises(ValueError, match="cache must have at least 5 slots, got 2"):
+        state_from_published(cache()[:2], frames=0)
+    state = state_from_published(cache(), frames=0)
+    for other in (
+        state._replace(conv=(state.conv[1], None, None)),
+        state._replace(camera=CameraState(state.kv, (None, state.conv[1], None))),
+    ):
+        with pytest.raises(NotImplementedError, match="published caches hold the tail"):
+            state_to_published(other)
