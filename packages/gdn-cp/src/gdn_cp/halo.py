@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from gdn_cp import collectives
 from gdn_cp.context import CPContext, as_context
 from gdn_cp.handshake import Terms, agree, digest
-from gdn_cp.partition import Partition
+from gdn_cp.partition import FramePartition, Partition
 from gdn_kernels import checks
 
 
