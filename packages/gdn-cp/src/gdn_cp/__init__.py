@@ -3,7 +3,7 @@
 Importing this package needs neither CUDA nor Triton and does not initialise CUDA.
 """
 
-from gdn_cp import cost_model, simulate
+from gdn_cp import chunkwise, cost_model, delta_product, simulate
 from gdn_cp.__about__ import __version__
 from gdn_cp.adapters import (
     CpFusedTransitionBundle,
@@ -35,6 +35,8 @@ __all__ = [
     "FramePartition",
     "TokenPartition",
     "__version__",
+    "chunkwise",
+    "delta_product",
     "cost_model",
     "count_exchanges",
     "cp_frame_gdn",

@@ -8,7 +8,7 @@ meaning are those of Megatron-LM's ``ssm.context_parallel.chunkwise``.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -193,7 +193,7 @@ def _gather(
     summary: _S, kinds: tuple[type[Any], ...], context: CPContext, label: str, exchange: bool, needed: bool
 ) -> _S:
     """Return the summary with a leading axis of ranks; a pair travels as one buffer."""
-    if not isinstance(summary, kinds):
+    if type(summary) not in kinds:
         names = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"the backend must return a {names}, got {type(summary).__name__}")
     tensors = _tensors(summary)
@@ -210,7 +210,7 @@ def _gather(
     if context.validate == "always" and not needed:
         flat = torch.full_like(flat, float("nan"))
     gathered = collectives.all_gather(flat, context, label)
-    parts = gathered.split([x.numel() for x in tensors], dim=1)
+    parts = torch.split(gathered, [x.numel() for x in tensors], dim=1)
     return _rebuilt(summary, [part.reshape(context.size, *x.shape) for part, x in zip(parts, tensors, strict=True)])
 
 
@@ -223,4 +223,6 @@ def _tensors(summary: CPForwardSummary | CPBackwardSummary) -> list[Tensor]:
 
 
 def _rebuilt(summary: _S, tensors: list[Tensor]) -> _S:
-    return cast(_S, type(summary)(*tensors))
+    kind: Any = type(summary)
+    rebuilt: _S = kind(*tensors)
+    return rebuilt
