@@ -92,7 +92,7 @@ def test_errors():
         halo_exchange(x, 1, 0, 3, context, partition)
     with pytest.raises(RuntimeError, match=r"partition of 1 ranks with 2 frames on rank 0, got \(3,\)"):
         halo_exchange(x, 1, 0, 1, context, FramePartition((3,)))
-    with pytest.raises(TypeError, match="partition must be a FramePartition, got int"):
+    with pytest.raises(TypeError, match="partition must be a FramePartition or TokenPartition, got int"):
         halo_exchange(x, 1, 0, 1, context, 2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="context must be a CPContext, got NoneType"):
         halo_exchange(x, 1, 0, 1, None, partition)  # type: ignore[arg-type]

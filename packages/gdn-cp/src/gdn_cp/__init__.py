@@ -3,7 +3,7 @@
 Importing this package needs neither CUDA nor Triton and does not initialise CUDA.
 """
 
-from gdn_cp import cost_model, simulate
+from gdn_cp import chunkwise, cost_model, delta_product, simulate
 from gdn_cp.__about__ import __version__
 from gdn_cp.adapters import (
     CpFusedTransitionBundle,
@@ -24,6 +24,7 @@ from gdn_cp.fused import (
 from gdn_cp.halo import cp_halo_exchange, halo_exchange
 from gdn_cp.loss import join_backward
 from gdn_cp.partition import FramePartition
+from gdn_cp.token_partition import TokenPartition
 
 __all__ = [
     "AffineMap",
@@ -32,7 +33,10 @@ __all__ = [
     "CpFusedGdnRawResult",
     "CpFusedTransitionBundle",
     "FramePartition",
+    "TokenPartition",
     "__version__",
+    "chunkwise",
+    "delta_product",
     "cost_model",
     "count_exchanges",
     "cp_frame_gdn",

@@ -1,4 +1,4 @@
-"""Neighbouring frames from other ranks, for convolutions over frames."""
+"""Neighbouring frames (or tokens) from other ranks, for convolutions over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from gdn_cp import collectives
 from gdn_cp.context import CPContext, as_context
 from gdn_cp.handshake import Terms, agree, digest
-from gdn_cp.partition import FramePartition
+from gdn_cp.partition import FramePartition, Partition
 from gdn_kernels import checks
 
 
@@ -24,7 +24,7 @@ class HaloPlan:
         send: for each peer the clip's frames of this rank that it gets.
     """
 
-    def __init__(self, partition: FramePartition, rank: int, left: int, right: int) -> None:
+    def __init__(self, partition: Partition, rank: int, left: int, right: int) -> None:
         self.partition, self.rank, self.left, self.right = partition, rank, left, right
         self.receive = _frames_by_owner(partition, rank, left, right)
         self.send = [_frames_by_owner(partition, peer, left, right)[rank] for peer in range(partition.size)]
@@ -69,7 +69,7 @@ def halo_exchange(
     right: int,
     dim: int,
     context: CPContext,
-    partition: FramePartition,
+    partition: Partition,
     *,
     fill: float = 0.0,
     same: Tensor | None = None,
@@ -82,7 +82,8 @@ def halo_exchange(
         right: frames to add after, >= 0.
         dim: the dim of frames.
         context: the ranks.
-        partition: frames of each rank, the same on every rank. A halo may span several short or empty ranks.
+        partition: frames, or tokens, of each rank, the same on every rank. A halo may span several
+            short or empty ranks.
         fill: value of frames outside the clip.
         same: ``[left + F + right]`` bool or None, this rank's: halo frames where it is False, as those of another
             sequence, become ``fill``.
@@ -175,7 +176,7 @@ def agree_on_halo(
     right: int,
     dim: int,
     context: CPContext,
-    partition: FramePartition,
+    partition: Partition,
     traced: tuple[bool, bool] | None = None,
 ) -> tuple[tuple[HaloPlan, int], bool]:
     """Check the arguments and agree with the other ranks; returns plan and axis, and whether a backward will run.
@@ -195,19 +196,19 @@ def agree_on_halo(
     return agree("halo_exchange", context, x.device if isinstance(x, Tensor) else None, make)
 
 
-def _check(x: Tensor, left: int, right: int, dim: int, context: CPContext, partition: FramePartition) -> int:
+def _check(x: Tensor, left: int, right: int, dim: int, context: CPContext, partition: Partition) -> int:
     """Return the dim of frames, >= 0, or raise."""
     checks.require_tensor("x", x)
-    if not isinstance(partition, FramePartition):
-        raise TypeError(f"partition must be a FramePartition, got {type(partition).__name__}")
+    if not isinstance(partition, Partition):
+        raise TypeError(f"partition must be a FramePartition or TokenPartition, got {type(partition).__name__}")
     if left < 0 or right < 0:
         raise ValueError(f"left and right must be >= 0, got {left} and {right}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be a dim of x, which has {x.ndim}, got {dim}")
     if partition.size != context.size or partition.counts[context.rank] != x.shape[dim]:
         raise RuntimeError(
-            f"halo_exchange needs a partition of {context.size} ranks with {x.shape[dim]} frames on rank "
-            f"{context.rank}, got {partition.counts}"
+            f"halo_exchange needs a partition of {context.size} ranks with {x.shape[dim]} {partition.unit}s on "
+            f"rank {context.rank}, got {partition.counts}"
         )
     return dim % x.ndim
 
@@ -252,10 +253,10 @@ def _row(x: Tensor) -> int:
     return size
 
 
-def _frames_by_owner(partition: FramePartition, rank: int, left: int, right: int) -> list[list[int]]:
+def _frames_by_owner(partition: Partition, rank: int, left: int, right: int) -> list[list[int]]:
     frames: list[list[int]] = [[] for _ in range(partition.size)]
     for piece in partition.halo(rank, left, right):
-        frames[piece.owner].extend(piece.frames)
+        frames[piece.owner].extend(piece.span)
     return frames
 
 

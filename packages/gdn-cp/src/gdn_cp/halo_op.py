@@ -11,10 +11,10 @@ from torch import Tensor
 from gdn_cp.context import CPContext
 from gdn_cp.halo import HaloPlan, agree_on_halo, run_backward, run_forward
 from gdn_cp.handles import context_of
-from gdn_cp.partition import FramePartition
+from gdn_cp.partition import FramePartition, Partition
 
 
-def call_op(x: Tensor, context: CPContext, partition: FramePartition, left: int, right: int, fill: float) -> Tensor:
+def call_op(x: Tensor, context: CPContext, partition: Partition, left: int, right: int, fill: float) -> Tensor:
     """Put the exchange into the graph that is being traced; frames are along dim 0."""
     needs_grad, grad_mode = x.requires_grad, torch.is_grad_enabled()
     tie = context.tie if grad_mode and not needs_grad else None

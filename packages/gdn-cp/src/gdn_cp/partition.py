@@ -1,4 +1,4 @@
-"""Who owns which frames: pure Python, equal on all ranks because it is made from data that all ranks hold."""
+"""Who owns which frames or tokens: pure Python, equal on all ranks because it is made from data that all ranks hold."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_P = TypeVar("_P", bound="Partition")
+
 
 class HaloPiece(NamedTuple):
-    """Frames ``frames`` of the clip, held by rank ``owner``."""
+    """Frames (or tokens) ``span`` of the whole, held by rank ``owner``."""
 
     owner: int
-    frames: range
+    span: range
 
 
 @dataclasses.dataclass(frozen=True)
-class FramePartition:
-    """Contiguous frames of one clip on each rank; rank order is time order.
+class Partition:
+    """A contiguous run of frames or tokens on each rank; rank order is time order. See the two kinds of it.
 
     Attributes:
-        counts: frames of each rank, >= 0, at least one of them positive. Shards may be uneven or empty.
+        counts: units of each rank, >= 0, at least one of them positive. Shards may be uneven or empty.
 
     Raises:
         TypeError: ``counts`` is not a sequence of ints.
-        ValueError: A negative count, or no frame at all.
-
-    Example:
-        >>> partition = FramePartition.even(121, 2)
-        >>> partition.counts, partition.starts, partition.span(1)
-        ((61, 60), (0, 61, 121), range(61, 121))
+        ValueError: A negative count, or nothing at all.
     """
 
+    unit: ClassVar[str]
+    letter: ClassVar[str]
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -46,35 +45,35 @@ class FramePartition:
             raise TypeError(f"counts must be a tuple of ints, got {counts!r}")
         object.__setattr__(self, "counts", tuple(counts))
         if any(n < 0 for n in counts) or sum(counts) < 1:
-            raise ValueError(f"counts must be >= 0 with at least one frame in all, got {tuple(counts)}")
+            raise ValueError(f"counts must be >= 0 with at least one {self.unit} in all, got {tuple(counts)}")
 
     @classmethod
-    def even(cls, frames: int, size: int) -> FramePartition:
-        """Give the first ``frames mod size`` ranks one frame more; with ``size > frames`` the last ranks are empty."""
+    def even(cls: type[_P], total: int, size: int) -> _P:
+        """Give the first ``total mod size`` ranks one more; with ``size > total`` the last ranks are empty."""
         _require_size(size)
-        each, more = divmod(frames, size)
+        each, more = divmod(total, size)
         return cls(tuple(each + (rank < more) for rank in range(size)))
 
     @classmethod
-    def aligned(cls, frames: int, size: int, multiple: int) -> FramePartition:
+    def aligned(cls: type[_P], total: int, size: int, multiple: int) -> _P:
         """Cut only at multiples of ``multiple``, as evenly as that allows."""
         _require_size(size)
         if multiple < 1:
             raise ValueError(f"multiple must be >= 1, got {multiple}")
-        return cls.at_chunks(frames, size, tuple(range(0, frames, multiple)))
+        return cls.at_chunks(total, size, tuple(range(0, total, multiple)))
 
     @classmethod
-    def at_chunks(cls, frames: int, size: int, starts: Sequence[int]) -> FramePartition:
+    def at_chunks(cls: type[_P], total: int, size: int, starts: Sequence[int]) -> _P:
         """Cut only at chunk starts, each cut at the start nearest to where an even cut would be."""
         _require_size(size)
-        allowed = sorted({0, *starts, frames})
-        if allowed[0] < 0 or allowed[-1] > frames:
-            raise ValueError(f"starts must lie in 0 ... F = {frames}, got {tuple(starts)}")
+        allowed = sorted({0, *starts, total})
+        if allowed[0] < 0 or allowed[-1] > total:
+            raise ValueError(f"starts must lie in 0 ... {cls.letter} = {total}, got {tuple(starts)}")
         cuts = [0]
         for rank in range(1, size):
-            ideal = frames * rank / size
+            ideal = total * rank / size
             cuts.append(max(cuts[-1], min(allowed, key=lambda start: (abs(start - ideal), start))))
-        cuts.append(frames)
+        cuts.append(total)
         return cls(tuple(later - earlier for earlier, later in itertools.pairwise(cuts)))
 
     @property
@@ -84,41 +83,42 @@ class FramePartition:
 
     @property
     def total(self) -> int:
-        """Frames of the clip."""
+        """Frames of the clip, or tokens of the stream."""
         return sum(self.counts)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First frame of each rank, and the number of frames as last entry."""
+        """First unit of each rank, and the number of units as last entry."""
         return (0, *itertools.accumulate(self.counts))
 
     def span(self, rank: int) -> range:
-        """Frames of a rank, counted over the clip."""
+        """Units of a rank, counted over the whole."""
         self._require_rank(rank)
         return range(self.starts[rank], self.starts[rank + 1])
 
-    def owner(self, frame: int) -> int:
-        """Rank that holds a frame."""
-        if not 0 <= frame < self.total:
-            raise ValueError(f"frame must lie in 0 ... {self.total - 1}, got {frame}")
-        return bisect.bisect_right(self.starts, frame) - 1
+    def owner(self, index: int) -> int:
+        """Rank that holds a frame or token."""
+        if not 0 <= index < self.total:
+            raise ValueError(f"{self.unit} must lie in 0 ... {self.total - 1}, got {index}")
+        return bisect.bisect_right(self.starts, index) - 1
 
     def split(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """Return the view of a rank's frames of a tensor that holds the whole clip along ``dim``."""
+        """Return the view of a rank's part of a tensor that holds the whole along ``dim``."""
         span = self.span(rank)
         if x.shape[dim] != self.total:
-            raise ValueError(f"x must have F = {self.total} frames along dim {dim}, got {x.shape[dim]}")
+            wanted = f"{self.letter} = {self.total} {self.unit}s along dim {dim}"
+            raise ValueError(f"x must have {wanted}, got {x.shape[dim]}")
         return x.narrow(dim, span.start, len(span))
 
     def local_starts(self, starts: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the clip's interior chunk starts (0 is none) that lie on a rank, counted in the rank's own frames."""
+        """Return the interior chunk starts (0 is none) that lie on a rank, counted in the rank's own units."""
         span = self.span(rank)
         return tuple(start - span.start for start in starts if start > 0 and start in span)
 
     def halo(self, rank: int, left: int, right: int) -> list[HaloPiece]:
-        """Return who holds the ``left`` frames before and ``right`` frames after a rank's own, in time order.
+        """Return who holds the ``left`` units before and ``right`` units after a rank's own, in time order.
 
-        Frames outside the clip are left out. A halo may name several owners; an empty rank has none.
+        What lies outside the whole is left out. A halo may name several owners; an empty rank has none.
         """
         span = self.span(rank)
         if left < 0 or right < 0:
@@ -138,6 +138,27 @@ class FramePartition:
     def _require_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must lie in 0 ... {self.size - 1}, got {rank}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FramePartition(Partition):
+    """Contiguous frames of one clip on each rank; rank order is time order.
+
+    Attributes:
+        counts: frames of each rank, >= 0, at least one of them positive. Shards may be uneven or empty.
+
+    Raises:
+        TypeError: ``counts`` is not a sequence of ints.
+        ValueError: A negative count, or no frame at all.
+
+    Example:
+        >>> partition = FramePartition.even(121, 2)
+        >>> partition.counts, partition.starts, partition.span(1)
+        ((61, 60), (0, 61, 121), range(61, 121))
+    """
+
+    unit: ClassVar[str] = "frame"
+    letter: ClassVar[str] = "F"
 
 
 def _require_size(size: int) -> None:

@@ -174,7 +174,7 @@ def chunk_grads(
     """
     batch, rows, heads, width = k.shape
     value_heads, value_width = v_new.shape[2:]
-    wide = {"dtype": torch.float32, "device": k.device}
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
     dq, dk = (torch.empty(batch, rows, value_heads, width, **wide) for _ in range(2))
     dw = torch.empty(batch, rows, value_heads, width, dtype=k.dtype, device=k.device)
     dg = torch.empty(batch, rows, value_heads, **wide) if g is not None else None

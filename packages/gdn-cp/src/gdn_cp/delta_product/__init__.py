@@ -1,0 +1,19 @@
+"""Gated delta product over ranks: the published entry point in `common`, backends in modules of their own."""
+
+from gdn_cp.delta_product.common import (
+    GDPChunkwiseContextParallel,
+    GDPChunkwiseCPBackend,
+    GDPInputGradients,
+    GDPInputs,
+    gdp_chunkwise_context_parallel,
+)
+from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
+
+__all__ = [
+    "GDPChunkwiseCPBackend",
+    "GDPChunkwiseContextParallel",
+    "GDPInputGradients",
+    "GDPInputs",
+    "TorchGatedDeltaProductCPBackend",
+    "gdp_chunkwise_context_parallel",
+]
