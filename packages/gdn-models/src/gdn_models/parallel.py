@@ -9,7 +9,7 @@ averages them and the loss is weighted for that (`reduce_loss`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from gdn_cp import CPContext, FramePartition
 from gdn_cp.collectives import all_reduce_sum
 from gdn_cp.handshake import agree
+from gdn_cp.partition import Partition
 from gdn_kernels import checks
 from gdn_models.gates import wide_dtype
 
@@ -25,7 +26,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class Shard(NamedTuple):
-    """This rank's part of the clip of one call; without a context the part is the clip.
+    """This rank's part of the clip (or token stream) of one call; without a context the part is the clip.
 
     ``first`` and ``frames`` are the global index of the first local frame and the number of local frames, ``total`` the
     frames of the clip. ``context`` and ``partition`` are None, both, where nothing is to be exchanged.
@@ -35,11 +36,13 @@ class Shard(NamedTuple):
     frames: int
     total: int
     context: CPContext | None
-    partition: FramePartition | None
+    partition: Any  # of the module's kind
 
 
 class ContextParallelModule(nn.Module):
-    """A module that can run on the frames of one rank; `apply_context_parallel` gives it the context."""
+    """A module that can run on the frames, or tokens, of one rank; `apply_context_parallel` gives it the context."""
+
+    partition_kind: ClassVar[type[Partition]] = FramePartition
 
     def __init__(self) -> None:
         """Start without a context."""
@@ -51,22 +54,23 @@ class ContextParallelModule(nn.Module):
         """The attached context, or None."""
         return self._attached.context
 
-    def attach_context(self, context: CPContext | None, partition: FramePartition | None = None) -> None:
-        """Replace the context and the partition that calls without one use."""
+    def attach_context(self, context: CPContext | None, partition: Partition | None = None) -> None:
+        """Replace the context and the partition that calls without one use; one of another kind is left out."""
+        partition = partition if isinstance(partition, self.partition_kind) else None
         self._attached = _Attached(context, partition)
 
-    def shard(self, frames: int, partition: FramePartition | None) -> Shard:
-        """Return this rank's part of a call with ``frames`` local frames.
+    def shard(self, frames: int, partition: Partition | None) -> Shard:
+        """Return this rank's part of a call with ``frames`` local frames, or tokens.
 
         Raises:
             RuntimeError: A partition without a context, a context of several ranks without a partition, or one whose
                 sizes differ.
             ValueError: ``frames`` is not what the partition gives this rank.
-            TypeError: ``partition`` is not a `FramePartition`.
+            TypeError: ``partition`` is not of the module's kind.
         """
-        context, default = self._attached.context, self._attached.partition
-        if partition is not None and not isinstance(partition, FramePartition):
-            raise TypeError(f"partition must be a FramePartition or None, got {type(partition).__name__}")
+        kind, (context, default) = self.partition_kind, (self._attached.context, self._attached.partition)
+        if partition is not None and not isinstance(partition, kind):
+            raise TypeError(f"partition must be a {kind.__name__} or None, got {type(partition).__name__}")
         if context is None:
             if partition is not None:
                 raise RuntimeError("partition needs a context: call apply_context_parallel(model, context) first")
@@ -84,9 +88,10 @@ class ContextParallelModule(nn.Module):
                 f"partition must have as many ranks as the context, {context.size}, got {partition.size}"
             )
         if frames != partition.counts[context.rank]:
+            owner = "grid" if kind is FramePartition else "x"
             raise ValueError(
-                f"grid must have F = {partition.counts[context.rank]} frames, this rank's part of the partition "
-                f"{tuple(partition.counts)} (rank {context.rank}), got {frames}"
+                f"{owner} must have {kind.letter} = {partition.counts[context.rank]} {kind.unit}s, this rank's part of "
+                f"the partition {tuple(partition.counts)} (rank {context.rank}), got {frames}"
             )
         if context.is_trivial:
             return Shard(0, frames, frames, None, None)
@@ -113,7 +118,7 @@ def raise_on_all_ranks(error: Exception, op: str, context: CPContext, device: to
     raise error
 
 
-def apply_context_parallel(model: _Model, context: CPContext | None, partition: FramePartition | None = None) -> _Model:
+def apply_context_parallel(model: _Model, context: CPContext | None, partition: Partition | None = None) -> _Model:
     """Attach a context to every module of ``model`` that can use one, and return the model.
 
     There is no process-wide context: two models may use different ones. Calling it again replaces the context; None
@@ -122,7 +127,8 @@ def apply_context_parallel(model: _Model, context: CPContext | None, partition: 
     Args:
         model: a block, or anything that contains blocks.
         context: the ranks that share the clip, in time order.
-        partition: frames of each rank in calls that pass none. A call's own ``partition=`` wins.
+        partition: frames (a `FramePartition`), or tokens (a `TokenPartition`), of each rank in calls that pass none. A
+            call's own ``partition=`` wins.
 
     Raises:
         ValueError: Nothing in the model can use a context.
@@ -138,8 +144,10 @@ def apply_context_parallel(model: _Model, context: CPContext | None, partition: 
     if context is not None and not isinstance(context, CPContext):
         raise TypeError(f"context must be a CPContext or None, got {type(context).__name__}")
     if partition is not None:
-        if not isinstance(partition, FramePartition):
-            raise TypeError(f"partition must be a FramePartition or None, got {type(partition).__name__}")
+        if not isinstance(partition, Partition):
+            raise TypeError(
+                f"partition must be a FramePartition, a TokenPartition or None, got {type(partition).__name__}"
+            )
         if context is None:
             raise RuntimeError("partition needs a context")
         if partition.size != context.size:
@@ -292,7 +300,7 @@ def _require_scalar(name: str, value: object) -> None:
 class _Attached:
     """Context and partition of a module. A copy of the module shares them; a pickle of it leaves them behind."""
 
-    def __init__(self, context: CPContext | None, partition: FramePartition | None) -> None:
+    def __init__(self, context: CPContext | None, partition: Partition | None) -> None:
         self.context, self.partition = context, partition
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attached:
