@@ -179,7 +179,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train on one process and on ranks, and prove that they agree: a video denoiser, with ``--model gdp`` a text model."""
+    """Train on one process and on ranks, and prove that they agree: video, or with ``--model gdp`` text."""
     install(session, *PACKAGES, tools=DEMO_TOOLS)
     model, arguments = "video", list(session.posargs)
     if "--model" in arguments:
