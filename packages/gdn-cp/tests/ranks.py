@@ -32,12 +32,19 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    size: int, worker: Callable[[int], T], *, limit: float = LIMIT, timeout: float = 30.0, method: str = "fork"
+    size: int,
+    worker: Callable[[int], T],
+    *,
+    limit: float = LIMIT,
+    timeout: float = 30.0,
+    method: str = "fork",
+    backend: str = "gloo",
 ) -> list[T]:
-    """Run ``worker(rank)`` on ``size`` ranks of a gloo group and return their results in rank order.
+    """Run ``worker(rank)`` on ``size`` ranks of a group and return their results in rank order.
 
     ``limit`` bounds the whole launch, ``timeout`` one collective of the group, in seconds. Ranks that use a GPU must be
-    spawned (``method="spawn"``); the worker then is a function of an importable module.
+    spawned (``method="spawn"``); the worker then is a function of an importable module. ``backend="nccl"`` gives each
+    rank a GPU of its own.
     """
     if method == "fork" and torch.cuda.is_initialized():
         raise RuntimeError("ranks are forked, which must not happen after CUDA was initialised")
@@ -48,7 +55,9 @@ def run_ranks(
         processes, ends = [], {}
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(rank, size, worker, meeting, timeout, theirs), daemon=True)
+            process = context.Process(
+                target=_child, args=(rank, size, worker, meeting, timeout, theirs, backend), daemon=True
+            )
             process.start()
             theirs.close()
             processes.append(process)
@@ -80,11 +89,15 @@ def _collect(ends: dict[Connection, int], results: dict[int, Any], deadline: flo
             results[rank] = torch.load(io.BytesIO(payload), weights_only=False)
 
 
-def _child(rank: int, size: int, worker: Callable[[int], Any], meeting: Path, timeout: float, end: Connection) -> None:
+def _child(
+    rank: int, size: int, worker: Callable[[int], Any], meeting: Path, timeout: float, end: Connection, backend: str
+) -> None:
     torch.set_num_threads(1)  # the threads of the parent did not survive the fork
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
+            backend, init_method=f"file://{meeting}", rank=rank, world_size=size,
             timeout=datetime.timedelta(seconds=timeout),
         )  # fmt: skip
         buffer = io.BytesIO()

@@ -12,6 +12,7 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import frame_gdn as costs  # noqa: E402
+import scaling  # noqa: E402
 import schedules  # noqa: E402
 
 from gdn_cp.cost_model import LINKS  # noqa: E402
@@ -74,3 +75,29 @@ def test_it_draws(tmp_path):
     pytest.importorskip("matplotlib")
     schedules.main(["--png", str(tmp_path / "schedules.png")])
     assert (tmp_path / "schedules.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ranks
+def test_scaling_times_every_schedule_over_ranks(tmp_path, capsys):
+    path = tmp_path / "scaling.json"
+    rows = scaling.main(["tiny", "--device", "cpu", "--ranks", "2", "--repeats", "1", "--json", str(path)])
+    assert [(row["fixed"], row["schedule"]) for row in rows] == [
+        (fixed, schedule) for fixed in ("per rank", "total") for schedule in ("all_gather", "chain", "doubling")
+    ]
+    for row in rows:
+        assert row["step"] > 0
+        assert row["efficiency"] == row["alone"] / row["step"]
+        assert row["predicted"] > 0
+        assert (row["exchange"] is not None) == (row["schedule"] == "all_gather")
+    assert json.loads(path.read_text())["rows"] == rows
+    assert "efficiency" in capsys.readouterr().out
+
+
+def test_scaling_draws_and_refuses_one_rank(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    row = {"shape": "tiny", "fixed": "total", "schedule": "chain", "efficiency": 0.9, "ranks": 2}
+    scaling.draw_chart([row], tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        scaling.parse(["tiny", "--device", "cpu", "--ranks", "1"])
+    assert "needs two ranks or more" in capsys.readouterr().err

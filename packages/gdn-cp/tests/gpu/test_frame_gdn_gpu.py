@@ -42,6 +42,21 @@ def test_ranks_that_share_the_device_equal_one_on_other_schedules(schedule: str)
         assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ranks_on_a_device_each_equal_one(dtype: torch.dtype, schedule: str) -> None:
+    """Over NCCL, uneven shards, one of them empty where there are three devices or more."""
+    size = min(torch.cuda.device_count(), 8)
+    counts = {2: (3, 2), 3: (3, 0, 2)}.get(size, (3, 0, 2, 1, *(1,) * (size - 4)))
+    share = Share(counts, 96, 3, 112, dtype, schedule)
+    for found, alone, exchanges in run_ranks(
+        size, bound(share), limit=240.0, timeout=120.0, method="spawn", backend="nccl"
+    ):
+        check(found, alone, dtype)
+        assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_simulated_ranks_equal_one_device(dtype: torch.dtype, schedule: str) -> None:
