@@ -56,11 +56,17 @@ def upstream(share: Share) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
+@functools.lru_cache(maxsize=8)
+def tables_of(frames: int, spatial: int, width: int) -> RotaryTables:
+    """Return the tables of the whole clip; a model makes them once, too."""
+    return rotary_tables((frames, spatial, 1), width, device=DEVICE)
+
+
 def arguments(share: Share, leaves: dict[str, Tensor], span: range) -> dict[str, Any]:
     """Return the arguments of the operation on the frames of a span, as views of the leaves."""
     tokens = slice(span.start * share.spatial, span.stop * share.spatial)
     frames = slice(span.start, span.stop)
-    tables = rotary_tables((share.partition.total, share.spatial, 1), share.width, device=leaves["qkv"].device)
+    tables = tables_of(share.partition.total, share.spatial, share.width)
     return {
         "qkv": leaves["qkv"][:, tokens], "beta": leaves["beta"][:, :, frames], "decay": leaves["decay"][:, :, frames],
         "q_norm_weight": leaves["q_norm_weight"], "k_norm_weight": leaves["k_norm_weight"],
