@@ -71,6 +71,7 @@ def test_simulated_ranks_equal_one_device(dtype: torch.dtype, schedule: str) -> 
     check(*({name: error(x[name], exact[name]) for name in exact} for x in (found, alone)), dtype)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_waits_for_nothing_on_the_host(schedule: str) -> None:
     share = Share((2, 3), 64, 2, 64, torch.bfloat16, schedule)

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given
 from gdn_kernels.frame_gdn.phase_b import keep_factors
 
@@ -97,8 +96,7 @@ def fold(
         return states
     transitions, increments = (x if x[0].is_contiguous() else x.contiguous() for x in (transitions, increments))
     with device_guard(transitions):
-        launch(
-            fold_kernel, (batch * heads, triton.cdiv(columns, 16)),
+        fold_kernel[batch * heads, triton.cdiv(columns, 16)](
             transitions, increments, given(None if start is None else start.contiguous(), transitions),
             given(keep_factors(dropped, size, transitions.device), transitions), states, len(order), order.start,
             order.step, transitions.stride(0), increments.stride(0),

@@ -18,7 +18,6 @@ from gdn_kernels.frame_gdn.features import (
     store_matrix,
     turn,
 )
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.tiles import launch_shape
 from gdn_kernels.types import FrameTransitions
@@ -163,16 +162,14 @@ def phase_a(call: TritonCall, k: Tensor, v: Tensor, beta: Tensor, rho_k: Tensor 
     sizes = (frames, spatial, heads, call.k_scale)
     with device_guard(k):
         shape = launch_shape("phase_a", width, call.precision, k.device)
-        launch(
-            phase_a_kernel, (batch * frames * heads, shape.num_blocks**2),
+        phase_a_kernel[batch * frames * heads, shape.num_blocks**2](
             k, v, beta, rho, w, cos, sin, p_kv, a, *sizes, *layout.strides[0], *layout.strides[1],
             **flags, HAS_ROPE=call.cos is not None, BLOCK_S=shape.block_s, BLOCK_D=shape.block_d,
             NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
         )  # fmt: skip
         if call.has_z:
             shape = launch_shape("phase_a_z", width, call.precision, k.device)
-            launch(
-                phase_a_z_kernel, (batch * frames * heads, shape.num_blocks**2),
+            phase_a_z_kernel[batch * frames * heads, shape.num_blocks**2](
                 k, beta, rho, w, p_z, b, *sizes, *layout.strides[0],
                 **flags, BLOCK_S=shape.block_s, BLOCK_D=shape.block_d, NUM_BLOCKS=shape.num_blocks,
                 STAGES=shape.num_stages, **shape.options(),

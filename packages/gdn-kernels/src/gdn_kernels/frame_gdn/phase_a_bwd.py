@@ -22,7 +22,6 @@ from gdn_kernels.frame_gdn.features import (
     turn,
     unturn,
 )
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.phase_b import FrameHistories
 from gdn_kernels.frame_gdn.phase_b_bwd import ScanGradients
@@ -220,8 +219,7 @@ def phase_a_bwd(
     if beta.numel():
         layout = token_layout((k, v, dk, dv))
         with device_guard(k):
-            launch(
-                phase_a_bwd_kernel, (batch * frames * heads, shares, shape.num_blocks),
+            phase_a_bwd_kernel[batch * frames * heads, shares, shape.num_blocks](
                 k, v, dk, dv, beta, dbeta, given(u, beta), dw,
                 *(given(x, beta) for x in (rho_k, call.k_weight, call.cos, call.sin)), decay, *operator_gradients,
                 *(given(x, beta) for x in (histories.forward_z, histories.reverse_z, scans.lz_forward, scans.lz_reverse)),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gdn_kernels.frame_gdn.call import TritonCall
 from gdn_kernels.frame_gdn.features import load_matrix, operand, store_matrix
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given
 from gdn_kernels.frame_gdn.tiles import launch_shape
 from gdn_kernels.types import Direction, FrameBoundary, FrameTransitions
@@ -167,8 +166,7 @@ def phase_b(
     columns = triton.cdiv(width, shape.block_v)
     grid = (batch * heads, columns + (1 if call.has_z else 0), 2 if past and future else 1)
     with device_guard(decay):
-        launch(
-            phase_b_kernel, grid,
+        phase_b_kernel[grid](
             p_kv, a, *(given(x, decay) for x in (p_z, b)), decay,
             given(keep_factors(resets, frames, decay.device), decay),
             *(given(x, decay).contiguous() for x in entry), *(given(x, decay) for x in histories), frames,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gdn_kernels.frame_gdn.call import TritonCall
 from gdn_kernels.frame_gdn.features import frame_index, load_matrix, operand, store_matrix
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given
 from gdn_kernels.frame_gdn.phase_b import FrameHistories, _apply_step, keep_factors
 from gdn_kernels.frame_gdn.tiles import launch_shape
@@ -233,8 +232,7 @@ def phase_b_bwd(
     exits = _both_or_none(exit_gradient, histories)
     if batch * heads:
         with device_guard(decay):
-            launch(
-                phase_b_bwd_kernel, (batch * heads, columns, directions),
+            phase_b_bwd_kernel[batch * heads, columns, directions](
                 p_kv, given(p_z, decay), decay, given(keep_factors(resets, frames, decay.device), decay), c,
                 *(given(x, decay) for x in (cz, *histories, *exits, *entry, *gradients)), dg, frames,
                 D=width, HAS_FORWARD=past, HAS_REVERSE=future, HAS_RESETS=future and bool(resets),
@@ -277,8 +275,7 @@ def operators_bwd(
     if some.numel():
         shape = launch_shape("operators_bwd", width, call.precision, decay.device)
         with device_guard(decay):
-            launch(
-                operators_bwd_kernel, (batch * frames * heads, shape.num_blocks**2),
+            operators_bwd_kernel[batch * frames * heads, shape.num_blocks**2](
                 *(given(x, decay) for x in (gradients.l_forward, gradients.l_reverse)),
                 *(given(x, decay) for x in (histories.forward_kv, histories.reverse_kv)), decay, g, da, frames, heads,
                 D=width, HAS_FORWARD=histories.forward_kv is not None, HAS_REVERSE=histories.reverse_kv is not None,

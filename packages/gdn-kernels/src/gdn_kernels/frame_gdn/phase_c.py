@@ -19,7 +19,6 @@ from gdn_kernels.frame_gdn.features import (
     store_tile,
     turn,
 )
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.phase_b import FrameHistories
 from gdn_kernels.frame_gdn.tiles import launch_shape, token_shares
@@ -147,8 +146,7 @@ def phase_c(
     shares = token_shares(batch * frames * heads * shape.num_blocks, spatial, shape, q.device)
     grid = (batch * frames * heads, shares, shape.num_blocks)
     with device_guard(q):
-        launch(
-            phase_c_kernel, grid,
+        phase_c_kernel[grid](
             q, out, *(given(x, q) for x in (den, rho_q, call.q_weight, call.cos, call.sin, call.valid, *histories)),
             frames, spatial, heads, call.eps, *layout.strides[0], *layout.strides[1],
             D=width, FEATURES=call.features, HAS_NORM=rho_q is not None, HAS_WEIGHT=call.q_weight is not None,

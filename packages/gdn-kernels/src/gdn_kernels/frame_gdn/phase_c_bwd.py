@@ -22,7 +22,6 @@ from gdn_kernels.frame_gdn.features import (
     turn,
     unturn,
 )
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 from gdn_kernels.frame_gdn.phase_b import FrameHistories
 from gdn_kernels.frame_gdn.phase_c import load_state, load_z
@@ -255,8 +254,7 @@ def phase_c_bwd(
     small = [given(x, c) for x in (rho_q, call.q_weight, call.cos, call.sin, call.valid)]
     layout = token_layout((q, dout, out, dq))
     with device_guard(q):
-        launch(
-            phase_c_query_bwd_kernel, (batch * frames * heads, shares, shape.num_blocks),
+        phase_c_query_bwd_kernel[batch * frames * heads, shares, shape.num_blocks](
             q, dout, out, dq, given(den, c), given(dden, c), given(u, c), dw, *small,
             *(given(x, c) for x in histories), frames, spatial, heads, call.eps,
             *(stride for strides in layout.strides for stride in strides),
@@ -265,8 +263,7 @@ def phase_c_bwd(
             STAGES=shape.num_stages, **shape.options(),
         )  # fmt: skip
         shape = launch_shape("phase_c_state_bwd", width, call.precision, device)
-        launch(
-            phase_c_state_bwd_kernel, (batch * frames * heads, shape.num_blocks**2),
+        phase_c_state_bwd_kernel[batch * frames * heads, shape.num_blocks**2](
             q, dout, given(den, c), given(dden, c), *small, c, given(cz, c),
             frames, spatial, heads, call.eps, *layout.strides[0], *layout.strides[1],
             **flags, ALIGN=layout.align, BLOCK_S=shape.block_s, BLOCK_D=shape.block_d, NUM_BLOCKS=shape.num_blocks,

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given, token_layout
 
 
@@ -70,8 +69,7 @@ def _statistics(q: Tensor, k: Tensor | None, norm_eps: float) -> tuple[Tensor, T
     packed = all(x.stride(3) == 1 and x.stride(2) == width for x in (q, other))
     layout = token_layout((q, other))
     with device_guard(q):
-        launch(
-            qk_norm_kernel, (batch * tokens,),
+        qk_norm_kernel[(batch * tokens,)](
             q, other, rho_q, given(rho_k, rho_q), tokens, heads, norm_eps, *layout.strides[0], *layout.strides[1],
             D=width, HAS_K=k is not None, PACKED=packed, ALIGN=layout.align, BLOCK_C=512, num_warps=2,
         )  # fmt: skip
@@ -122,8 +120,7 @@ def qk_norm_bwd(x: Tensor, dx: Tensor, u: Tensor, rho: Tensor) -> None:
     packed = all(y.stride(3) == 1 and y.stride(2) == width for y in (x, dx))
     layout = token_layout((x, dx))
     with device_guard(x):
-        launch(
-            qk_norm_bwd_kernel, (batch * tokens,),
+        qk_norm_bwd_kernel[(batch * tokens,)](
             x, dx, u, rho, tokens, heads, *layout.strides[0], *layout.strides[1],
             D=width, PACKED=packed, ALIGN=layout.align, BLOCK_C=1024, BLOCK_H=32, num_warps=4,
         )  # fmt: skip

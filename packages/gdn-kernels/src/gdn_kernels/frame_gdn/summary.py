@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gdn_kernels.frame_gdn.call import TritonCall
 from gdn_kernels.frame_gdn.features import load_matrix, store_matrix
-from gdn_kernels.frame_gdn.launch import launch
 from gdn_kernels.frame_gdn.layouts import device_guard, given
 from gdn_kernels.frame_gdn.phase_b import _apply_step, keep_factors
 from gdn_kernels.frame_gdn.tiles import launch_shape
@@ -125,8 +124,7 @@ def summary(
         columns = triton.cdiv(width, shape.block_v) + (1 if call.has_z else 0)
         roles = past + future + 1 + call.has_z
         with device_guard(decay):
-            launch(
-                summary_kernel, (batch * heads, columns, roles),
+            summary_kernel[batch * heads, columns, roles](
                 p_kv, a, *(given(x, decay) for x in (p_z, b)), decay,
                 given(keep_factors(resets, p_kv.shape[2], decay.device), decay),
                 *(given(x, decay) for x in increment), transition, given(transition_z, decay), p_kv.shape[2],
