@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gdn_kernels import checks
+from gdn_models.block import FrameGDNBlock
 from gdn_models.cache import CameraState, GDNState
-from gdn_models.frame_gdn import FrameGDNBlock
 
 _UNUSED = "recall_gate"
 _MOST_NAMED = 8
