@@ -11,6 +11,7 @@ from gdn_models.config import FrameGDNConfig, GatedDeltaProductConfig
 from gdn_models.delta_product import GatedDeltaProduct
 from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN, FrameGDN
 from gdn_models.parallel import all_reduce_gradients, apply_context_parallel, reduce_loss
+from gdn_models.presets import Preset, preset
 
 __all__ = [
     "BidirectionalGDN",
@@ -22,11 +23,13 @@ __all__ = [
     "GDNState",
     "GatedDeltaProduct",
     "GatedDeltaProductConfig",
+    "Preset",
     "__version__",
     "all_reduce_gradients",
     "apply_context_parallel",
     "chunk_schedule",
     "load_published",
+    "preset",
     "published_state_dict",
     "reduce_loss",
     "state_from_published",

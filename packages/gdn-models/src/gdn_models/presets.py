@@ -1,0 +1,94 @@
+"""Named sets of constructor arguments: what published models, and the benchmarks, are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gdn_models.block import FrameGDNBlock
+from gdn_models.chunks import chunk_schedule
+from gdn_models.config import FrameGDNConfig
+from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN
+
+_NEED_CAMERA = ("sana_wm_720p", "sana_wm_720p_chunk", "sana_wm_stream")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A block of a model, the clips it is for, and how they are cut.
+
+    Attributes:
+        name: of the preset.
+        block: the class.
+        config: what it is made from.
+        spatial: rows and columns of a frame's tokens.
+        frames: frames of a call, one number per kind of call: a whole clip, or the first and following steps of a
+            stream.
+        chunk_size: frames of a chunk, or None for one chunk per call.
+        chunk_mode: how chunks are laid out; see `chunk_schedule`.
+
+    Example:
+        >>> from gdn_models import preset
+        >>> preset("wide_d128").config.head_dim
+        128
+    """
+
+    name: str
+    block: type[FrameGDNBlock]
+    config: FrameGDNConfig
+    spatial: tuple[int, int]
+    frames: tuple[int, ...]
+    chunk_size: int | None = None
+    chunk_mode: str = "uniform"
+
+    def make(self, **factory: Any) -> FrameGDNBlock:
+        """Return a new block; ``device`` and ``dtype`` may be given."""
+        return self.block(self.config, **factory)
+
+    def grid(self, frames: int | None = None) -> tuple[int, int, int]:
+        """Return (F, h, w), of a call with as many frames, or of the first kind of call."""
+        return (self.frames[0] if frames is None else frames, *self.spatial)
+
+    def chunk_starts(self, frames: int) -> tuple[int, ...] | None:
+        """Return where chunks start in a clip; None where a call is one chunk."""
+        return None if self.chunk_size is None else chunk_schedule(frames, self.chunk_size, self.chunk_mode)
+
+
+def _preset(
+    name: str, block: type[FrameGDNBlock], dim: int, heads: int, spatial: tuple[int, int], *frames: int, **chunks: Any
+) -> Preset:
+    return Preset(name, block, FrameGDNConfig(dim=dim, heads=heads), spatial, frames, **chunks)
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        _preset("sana_v2v_stream", ChunkCausalGDN, 2240, 20, (22, 40), 4, 3),
+        _preset("wide_d128", BidirectionalGDN, 2560, 20, (22, 40), 11),
+        _preset("tiny", ChunkCausalGDN, 64, 2, (2, 2), 6, chunk_size=3),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """Return a preset by name.
+
+    ``"sana_v2v_stream"``: the linear blocks of SANA-Streaming's video-to-video model (NVlabs/Sana), one chunk per call,
+    4 frames and then 3 (its softmax blocks are the model's own). ``"wide_d128"``: heads of 128 channels, a power of
+    two. ``"tiny"``: for tests on a CPU.
+
+    Raises:
+        ValueError: There is no preset of this name; the message lists what there is.
+        NotImplementedError: A published model with a camera branch, which this release does not have.
+
+    Example:
+        >>> tiny = preset("tiny")
+        >>> x = torch.rand(1, 24, 64)
+        >>> tiny.make()(x, tiny.grid(), chunk_starts=tiny.chunk_starts(6)).shape
+        torch.Size([1, 24, 64])
+    """
+    if name in _NEED_CAMERA:
+        raise NotImplementedError(f"preset {name!r} has a camera branch, which is not in this release")
+    if name not in PRESETS:
+        raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
+    return PRESETS[name]

@@ -1,0 +1,54 @@
+"""Presets make the blocks they name, at the sizes they name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gdn_models import BidirectionalGDN, ChunkCausalGDN, Preset, preset
+from gdn_models.presets import PRESETS
+
+SIZES = {"sana_v2v_stream": (2240, 20, 112), "wide_d128": (2560, 20, 128), "tiny": (64, 2, 32)}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_makes_its_block(name: str) -> None:
+    found = preset(name)
+    block = found.make(device="meta", dtype=torch.bfloat16)
+    config = block.config
+    assert (config.dim, config.heads, config.head_dim) == SIZES[name]
+    assert (config.qkv_bias, config.qk_norm, config.norm_eps, config.eps) == (False, True, 1e-5, 1e-8)
+    assert (config.conv_size, config.conv_qv, config.key_scale, config.rope_theta) == (4, False, "dim_spatial", 1e4)
+    assert config.output_gate
+    assert config.precision is None
+    assert block.qkv.weight.dtype == torch.bfloat16
+    assert block.qkv.weight.device.type == "meta"
+    assert isinstance(block, BidirectionalGDN if name == "wide_d128" else ChunkCausalGDN)
+
+
+def test_the_streaming_preset_streams_in_steps_of_four_and_three_frames() -> None:
+    found = preset("sana_v2v_stream")
+    assert found.frames == (4, 3)
+    assert found.grid() == (4, 22, 40)
+    assert found.grid(3) == (3, 22, 40)
+    assert found.chunk_starts(4) is None
+
+
+def test_the_tiny_preset_runs() -> None:
+    found = preset("tiny")
+    assert found.chunk_starts(6) == (0, 3)
+    block, x = found.make(), torch.randn(2, 24, 64)
+    y = block(x, found.grid(), chunk_starts=found.chunk_starts(6))
+    changed = x.clone()
+    changed[:, 12:] += 1  # the second chunk
+    again = block(changed, found.grid(), chunk_starts=found.chunk_starts(6))
+    assert torch.equal(y[:, :12], again[:, :12])
+    assert not torch.equal(y[:, 12:], again[:, 12:])
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="name must be one of 'sana_v2v_stream', 'wide_d128', 'tiny', got 'small'"):
+        preset("small")
+    with pytest.raises(NotImplementedError, match="preset 'sana_wm_720p' has a camera branch"):
+        preset("sana_wm_720p")
+    assert isinstance(preset("tiny"), Preset)
