@@ -10,7 +10,11 @@ import torch
 
 import gdn_kernels
 
-OPERATIONS = ("frame_gdn", "frame_gdn_numerator", "frame_gdn_raw", "gated_delta_product", "l2_normalize")
+OPERATIONS = (
+    "camera_operands", "camera_output", "frame_gdn", "frame_gdn_numerator", "frame_gdn_raw", "gated_delta_product",
+    "l2_normalize",
+)  # fmt: skip
+TABLES = ("camera_rotary_tables", "rotary_tables")
 
 
 def run_fresh(program: str, **environment: str) -> str:
@@ -53,15 +57,15 @@ def test_import_brings_no_triton_of_its_own() -> None:
 
 
 def test_public_surface_is_what_it_lists() -> None:
-    classes = {"Direction", "FrameState", "Impl", "Precision", "RotaryTables"}
-    results = {"DeltaProductResult", "FrameGDNNumeratorResult", "FrameGDNRawResult", "FrameGDNResult"}
-    functions = {*OPERATIONS, "rotary_tables"}
+    classes = {"Direction", "FrameState", "Impl", "Precision", "RayTransforms", "RotaryTables"}
+    results = {"CameraOperands", "DeltaProductResult", "FrameGDNNumeratorResult", "FrameGDNRawResult", "FrameGDNResult"}
+    functions = {*OPERATIONS, *TABLES}
     assert set(gdn_kernels.__all__) == classes | results | functions | {"__version__"}
     for name in gdn_kernels.__all__:
         assert getattr(gdn_kernels, name) is not None
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, "rotary_tables"])
+@pytest.mark.parametrize("name", [*OPERATIONS, *TABLES])
 def test_examples_in_docstrings_print_what_they_say(name: str) -> None:
     names = {"torch": torch, **vars(gdn_kernels)}
     for example in doctest.DocTestFinder(recurse=False).find(getattr(gdn_kernels, name), name, globs=names):

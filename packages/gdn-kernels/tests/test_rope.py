@@ -6,7 +6,7 @@ import pytest
 import torch
 from agreement import assert_close, assert_same
 
-from gdn_kernels import RotaryTables, rotary_tables
+from gdn_kernels import RotaryTables, camera_rotary_tables, rotary_tables
 from gdn_kernels.rope import axis_widths, rotate
 
 
@@ -97,3 +97,26 @@ def test_rotation_by_positions_depends_on_differences_only() -> None:
         tables = rotary_tables((3, 1, 1), 8, frame_offset=offset)
         products.append(rotate(q, tables)[:, 0] @ rotate(k, tables)[:, 0].mT)
     assert_close(products[1], products[0], 16 * 2**-24)
+
+
+@pytest.mark.parametrize(
+    ("width", "pairs"), [(8, (2, 0, 0)), (16, (2, 1, 1)), (32, (4, 2, 2)), (112, (10, 9, 9)), (128, (12, 10, 10))]
+)
+def test_camera_tables_are_the_leading_pairs_of_every_axis(width: int, pairs: tuple[int, int, int]) -> None:
+    tables = rotary_tables((2, 3, 4), width, frame_offset=5)
+    found, position = camera_rotary_tables(tables), [1 + 5, 2, 3]
+    assert sum(pairs) == width // 4
+    owned = (width - 4 * (width // 6), 2 * (width // 6), 2 * (width // 6))
+    expected = [
+        position[axis] * 1e4 ** (-2 * i / owned[axis]) for axis, count in enumerate(pairs) for i in range(count)
+    ]  # of the last token
+    for table, function in zip(found, (math.cos, math.sin), strict=True):
+        assert table.shape == (24, width // 4)
+        assert table.dtype == torch.float32
+        assert max(abs(a - function(b)) for a, b in zip(table[-1].tolist(), expected, strict=True)) < 2**-24
+
+
+@pytest.mark.parametrize("width", [4, 12, 20])
+def test_camera_tables_need_a_multiple_of_eight(width: int) -> None:
+    with pytest.raises(ValueError, match=f"^the camera branch needs D to be a multiple of 8, got D = {width}$"):
+        camera_rotary_tables(rotary_tables((1, 1, 1), width))

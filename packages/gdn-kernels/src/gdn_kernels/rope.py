@@ -76,6 +76,36 @@ def rotary_tables(
     return RotaryTables(table.cos().float(), table.sin().float())
 
 
+def camera_rotary_tables(tables: RotaryTables) -> RotaryTables:
+    """Return the tables of the camera branch, which rotates the second half of a head's channels alone.
+
+    Of the D/4 pairs there, D // 12 turn with the row, as many with the column and the others with the frame, each by
+    the angles of the leading pairs of its axis in ``tables``: the frequencies are those of all D channels, not of D/2.
+
+    Args:
+        tables: what `rotary_tables` made for D channels, D a multiple of 8.
+
+    Returns:
+        RotaryTables: ``cos`` and ``sin``, each ``[N, D/4]``.
+
+    Raises:
+        ValueError: D is not a multiple of 8.
+
+    Example:
+        >>> camera_rotary_tables(rotary_tables((2, 3, 4), 16)).cos.shape
+        torch.Size([24, 4])
+    """
+    width = 2 * tables.cos.shape[-1]
+    if width % 8 or not width:
+        raise ValueError(f"the camera branch needs D to be a multiple of 8, got D = {width}")
+    space = width // 12
+    columns, start = [], 0
+    for pairs, owned in zip((width // 4 - 2 * space, space, space), axis_widths(width), strict=True):
+        columns.append(slice(start, start + pairs))
+        start += owned // 2
+    return RotaryTables(*(torch.cat([table[:, own] for own in columns], -1) for table in tables))
+
+
 def rotate(x: Tensor, tables: RotaryTables, *, inverse: bool = False) -> Tensor:
     """Turn the interleaved pairs of ``x [..., N, H, D]`` by the token's angles, or back with ``inverse``.
 

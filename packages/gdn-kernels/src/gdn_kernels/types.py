@@ -99,6 +99,28 @@ class DeltaProductResult(NamedTuple):
     final_state: Tensor | None
 
 
+class RayTransforms(NamedTuple):
+    """Rigid transforms of every token's viewing ray, ``[B, N, 4, 4]`` each, fp32 or fp64, inverse to one another.
+
+    ``world_to_ray``: columns of world coordinates (x, y, z, 1) to those of the ray's frame; ``ray_to_world`` back.
+    """
+
+    world_to_ray: Tensor
+    ray_to_world: Tensor
+
+
+class CameraOperands(NamedTuple):
+    """Operands of the camera branch's scan: ``q, k, v [B, N, H, D]`` in their inputs' dtype.
+
+    ``inflation [B, H, F]``, fp32 (fp64): by how much the transform lengthened the keys of a frame, squared, on average.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    inflation: Tensor
+
+
 class FrameInputs(NamedTuple):
     """Tensors of one call, checked. Either ``qkv [B, N, 3, H, D]``, or prepared ``q, k, v [B, N, H, D]`` with qkv None.
 

@@ -106,8 +106,8 @@ def _features(inputs: FrameInputs, options: FrameOptions) -> tuple[Tensor, Tenso
     q, k, v = (x.to(inputs.state_dtype).contiguous() for x in inputs.operands())  # results do not depend on strides
     if options.features:
         if inputs.q_norm_weight is not None or inputs.k_norm_weight is not None:
-            q = _rms_norm(q, inputs.q_norm_weight, options.norm_eps)
-            k = _rms_norm(k, inputs.k_norm_weight, options.norm_eps)
+            q = rms_norm(q, inputs.q_norm_weight, options.norm_eps)
+            k = rms_norm(k, inputs.k_norm_weight, options.norm_eps)
         q, k = torch.relu(q), torch.relu(k) * options.k_scale
     qr, kr = q, k
     if inputs.rope_cos is not None and inputs.rope_sin is not None:
@@ -117,7 +117,7 @@ def _features(inputs: FrameInputs, options: FrameOptions) -> tuple[Tensor, Tenso
     return q, qr, k, kr, v
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, norm_eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, norm_eps: float) -> Tensor:
     """Normalise over all channels of a token, heads included; ``x [B, N, H, D]``."""
     x = x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + norm_eps)
     return x if weight is None else x * weight.to(x.dtype)
