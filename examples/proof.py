@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gdn_cp import CPContext, count_exchanges
+from gdn_models import all_reduce_gradients
 
 LIMIT_S = 900.0  # ranks that take longer have gone wrong
 EXCHANGE_LIMIT = timedelta(seconds=120)
@@ -40,6 +44,16 @@ class Line(NamedTuple):
         return self.difference <= self.tolerance
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """``nudge`` scales what the model reads: 1 + 2^-23 moves it by one rounding. ``sum_gradients`` off is a fault."""
+
+    steps: int
+    seed: int = 0
+    nudge: float = 1.0
+    sum_gradients: bool = True
+
+
 @dataclasses.dataclass
 class Run:
     """What a training run leaves, on the CPU.
@@ -57,6 +71,44 @@ class Run:
     threads: int
     labels: list[str]
     sent: list[int]
+
+
+def fit(
+    model: nn.Module,
+    settings: Settings,
+    lr: float,
+    context: CPContext | None,
+    name: str,
+    output_and_loss: Callable[[int], tuple[Tensor, Tensor]],
+    final: Callable[[], Tensor],
+) -> Run:
+    """Train, the same way with and without ranks.
+
+    ``output_and_loss(step)`` are those of this rank, whose losses add up; ``final()`` is the output at the end.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    losses: list[float] = []
+    begin = time.monotonic()
+    for step in tqdm(range(settings.steps), desc=name, disable=context is not None and context.rank > 0, leave=True):
+        with count_exchanges() as exchanges:
+            output, loss = output_and_loss(step)
+            optimizer.zero_grad()
+            loss.backward()
+            if context is not None and settings.sum_gradients:
+                all_reduce_gradients(model, context)
+        if step == 0:
+            first = output.detach().cpu(), {n: p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
+            labels, sent = list(exchanges.labels), list(exchanges.sent)
+        for group in optimizer.param_groups:  # warm up, then down to nothing
+            done = (step + 1) / settings.steps
+            group["lr"] = lr * min(1.0, 10 * done) * (1 - 0.95 * done)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        last = final().cpu()
+    weights = {n: p.detach().cpu() for n, p in model.named_parameters()}
+    seconds, threads = time.monotonic() - begin, torch.get_num_threads()
+    return Run(losses, *first, weights, last, seconds, threads, labels, sent)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -140,8 +192,10 @@ def share_cores(processes: int) -> int:
     return torch.get_num_threads()
 
 
-def on_ranks(size: int, on_cuda: bool, train: Callable[..., Run], *arguments: Any) -> list[Run]:
-    """Run ``train(rank, device, *arguments)`` in ``size`` processes of one group and return what each leaves.
+def on_ranks(size: int, on_cuda: bool, train: Callable[..., Run], *arguments: Any) -> Run:
+    """Run ``train(*arguments, device, context, name)`` in ``size`` processes of one group and put the parts together.
+
+    Outputs are joined along dim 1 in the order of ranks, losses summed; the rest is that of rank 0.
 
     Raises:
         RuntimeError: The ranks did not finish in time; a rank's own error comes with its traceback.
@@ -155,7 +209,12 @@ def on_ranks(size: int, on_cuda: bool, train: Callable[..., Run], *arguments: An
                 for process in ranks.processes:
                     process.kill()
                 raise RuntimeError(f"the ranks did not finish within {LIMIT_S:.0f} s")
-        return [torch.load(Path(folder) / f"{rank}", weights_only=False) for rank in range(size)]
+        runs = [torch.load(Path(folder) / f"{rank}", weights_only=False) for rank in range(size)]
+    whole: Run = runs[0]
+    whole.losses = [sum(parts) for parts in zip(*(run.losses for run in runs), strict=True)]
+    whole.output = torch.cat([run.output for run in runs], 1)
+    whole.final = torch.cat([run.final for run in runs], 1)
+    return whole
 
 
 def _rank(rank: int, size: int, folder: str, on_cuda: bool) -> None:
@@ -168,7 +227,8 @@ def _rank(rank: int, size: int, folder: str, on_cuda: bool) -> None:
         timeout=EXCHANGE_LIMIT,
     )  # fmt: skip
     train, arguments = torch.load(Path(folder) / "job", weights_only=False)
-    torch.save(train(rank, device, *arguments), Path(folder) / f"{rank}")
+    run = train(*arguments, device, CPContext(dist.group.WORLD, tag="demo"), f"{size} ranks")
+    torch.save(run, Path(folder) / f"{rank}")
     dist.barrier()
     dist.destroy_process_group()
 

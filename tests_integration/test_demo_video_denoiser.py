@@ -34,17 +34,17 @@ def test_two_steps_on_two_ranks_agree_and_draw_the_picture(tmp_path):
 
 def test_more_ranks_than_frames_agree():
     tokens = clip.load_clip(clip.default_clip()).tokens
-    settings = train.Settings(steps=1)
+    settings = proof.Settings(steps=1)
     one = train.train(tokens, settings, torch.device("cpu"), None, "one")
-    many = train.train_on_ranks(tokens, settings, clip.FRAMES + 1, on_cuda=False)
+    many = proof.on_ranks(clip.FRAMES + 1, False, train.train, tokens, settings)
     assert all(line.holds for line in proof.compare(one, many, one)[:2])
 
 
 def test_a_missing_sum_of_gradients_is_noticed():
     """The proof can fail: without the sum over ranks, gradients and weights differ."""
     tokens = clip.load_clip(clip.default_clip()).tokens
-    one = train.train(tokens, train.Settings(steps=2), torch.device("cpu"), None, "one")
-    broken = train.train_on_ranks(tokens, train.Settings(steps=2, sum_gradients=False), 2, on_cuda=False)
+    one = train.train(tokens, proof.Settings(steps=2), torch.device("cpu"), None, "one")
+    broken = proof.on_ranks(2, False, train.train, tokens, proof.Settings(steps=2, sum_gradients=False))
     output, gradients, weights, *_ = proof.compare(one, broken, one)
     assert output.holds
     assert not gradients.holds
@@ -68,7 +68,7 @@ def test_a_picture_that_cannot_be_written_is_one_sentence_before_the_training(tm
 
 def test_a_rank_that_fails_ends_the_run():
     with pytest.raises(Exception, match="'str' object has no attribute"):
-        train.train_on_ranks("not a clip", train.Settings(steps=1), 2, on_cuda=False)
+        proof.on_ranks(2, False, train.train, "not a clip", proof.Settings(steps=1))
 
 
 def test_a_nan_is_no_agreement():

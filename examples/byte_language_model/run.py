@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # what the demos share
-from proof import Run, at_least_one, compare, require_writable, share_cores, table  # noqa: E402
+from proof import Run, Settings, at_least_one, compare, on_ranks, require_writable, share_cores, table  # noqa: E402
 from text import load_text  # noqa: E402
-from train import TOKENS, Settings, bits_per_byte, share_of, train, train_on_ranks  # noqa: E402
+from train import TOKENS, bits_per_byte, share_of, train  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one = train(text, Settings(options.steps), device, None, "one process")
     drifted = train(text, Settings(options.steps, nudge=1 + 2.0**-23), device, None, "one rounding away")
     settings = Settings(options.steps, sum_gradients=not options.break_it)
-    ranks = train_on_ranks(text, settings, size, on_cuda)
+    ranks = on_ranks(size, on_cuda, train, text, settings)
     lines = compare(one, ranks, drifted)
     where = f"{size} ranks over {'NCCL, a GPU each' if on_cuda else 'gloo on the CPU'}"
     title = (

@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # what the demos share
 from clip import ClipError, default_clip, load_clip  # noqa: E402
-from proof import at_least_one, require_writable, share_cores  # noqa: E402
+from proof import Settings, at_least_one, on_ranks, require_writable, share_cores  # noqa: E402
 from report import draw, report  # noqa: E402
-from train import Settings, train, train_on_ranks  # noqa: E402
+from train import train  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nudged = Settings(options.steps, nudge=1 + 2.0**-23)
     one = train(clip.tokens, Settings(options.steps), device, None, "one process")
     drifted = train(clip.tokens, nudged, device, None, "one rounding away")
-    ranks = train_on_ranks(clip.tokens, settings, size, on_cuda)
+    ranks = on_ranks(size, on_cuda, train, clip.tokens, settings)
     where = f"{size} ranks over {'NCCL, a GPU each' if on_cuda else 'gloo on the CPU'}"
     text, agree = report(clip, one, ranks, drifted, size, where)
     print(f"\n{text}\n")
