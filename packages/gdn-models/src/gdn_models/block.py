@@ -17,7 +17,7 @@ from gdn_kernels import Direction, FrameState, RotaryTables, checks, frame_gdn, 
 from gdn_models.cache import ConvTails, GDNState, check_state, check_tails, next_tail, zero_tails
 from gdn_models.chunks import same_chunk
 from gdn_models.clip import Clip, check_frame_valid, check_grid, mask_tokens
-from gdn_models.config import FrameGDNConfig
+from gdn_models.config import FrameGDNConfig, config_of
 from gdn_models.gates import Grid, frame_decay, gate_output, key_scale, write_strength
 from gdn_models.parallel import ContextParallelModule, raise_on_all_ranks
 from gdn_models.temporal_conv import ConvWindow, TemporalConv
@@ -58,10 +58,7 @@ class FrameGDNBlock(ContextParallelModule):
             ValueError: A value that `FrameGDNConfig` refuses.
         """
         super().__init__()
-        if config is not None and (options or not isinstance(config, FrameGDNConfig)):
-            given = f"both, with {', '.join(options)}" if options else type(config).__name__
-            raise TypeError(f"{type(self).__name__} takes a FrameGDNConfig or the fields of one, got {given}")
-        self.config = config = FrameGDNConfig(**options) if config is None else config
+        self.config = config = config_of(FrameGDNConfig, config, options, type(self).__name__)
         dim, heads = config.dim, config.heads
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias, **factory)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gdn_kernels import Impl, Precision, checks
 
+_Config = TypeVar("_Config")
 KEY_SCALES = ("dim_spatial", "dim", "none")
 
 
@@ -163,6 +164,14 @@ class GatedDeltaProductConfig:
         fields = dataclasses.fields(self)
         shown = {f.name: getattr(self, f.name) for f in fields if f.default != getattr(self, f.name)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def config_of(kind: type[_Config], given: _Config | None, options: dict[str, Any], owner: str) -> _Config:
+    """Return the configuration of a module that takes one, or the fields of one; TypeError for both or neither."""
+    if given is not None and (options or not isinstance(given, kind)):
+        found = f"both, with {', '.join(options)}" if options else type(given).__name__
+        raise TypeError(f"{owner} takes a {kind.__name__} or the fields of one, got {found}")
+    return kind(**options) if given is None else given
 
 
 def require_count(name: str, value: object, least: int) -> None:

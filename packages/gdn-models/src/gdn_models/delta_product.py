@@ -19,7 +19,7 @@ from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
 from gdn_cp.partition import Partition
 from gdn_kernels import checks, gated_delta_product, l2_normalize
 from gdn_models.cache import DeltaProductState
-from gdn_models.config import GatedDeltaProductConfig
+from gdn_models.config import GatedDeltaProductConfig, config_of
 from gdn_models.gates import wide_dtype
 from gdn_models.parallel import ContextParallelModule, Shard
 
@@ -84,10 +84,7 @@ class GatedDeltaProduct(ContextParallelModule):
             ValueError: A value that `GatedDeltaProductConfig` refuses.
         """
         super().__init__()
-        if config is not None and (options or not isinstance(config, GatedDeltaProductConfig)):
-            given = f"both, with {', '.join(options)}" if options else type(config).__name__
-            raise TypeError(f"GatedDeltaProduct takes a GatedDeltaProductConfig or the fields of one, got {given}")
-        self.config = config = GatedDeltaProductConfig(**options) if config is None else config
+        self.config = config = config_of(GatedDeltaProductConfig, config, options, type(self).__name__)
         steps, values = config.num_householder, config.heads_of_values
         key_channels, value_channels = config.heads * config.head_dim, values * config.value_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
