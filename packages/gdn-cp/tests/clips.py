@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn_cp import FramePartition
+from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_numerator, cp_frame_gdn_raw
 from gdn_kernels import FrameState, RotaryTables, frame_gdn, frame_gdn_numerator, frame_gdn_raw, rotary_tables
 
 B, S, H, D = 2, 3, 4, 6
 PER_FRAME = {"qkv": 1, "q": 1, "k": 1, "v": 1, "beta": 2, "decay": 2}  # dim that holds frames or their tokens
 OPS = {"output": frame_gdn, "raw": frame_gdn_raw, "numerator": frame_gdn_numerator}
+CP_OPS = {"output": cp_frame_gdn, "raw": cp_frame_gdn_raw, "numerator": cp_frame_gdn_numerator}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +63,7 @@ class Clip:
 
     def arguments(self, leaves: Mapping[str, Tensor], span: range) -> dict[str, Any]:
         """Return the arguments of the operation on the frames ``span``, as views of the leaves."""
-        given: dict[str, Any] = {}
-        for name, x in leaves.items():
-            if name in PER_FRAME:
-                scale = S if PER_FRAME[name] == 1 else 1
-                given[name] = x.narrow(PER_FRAME[name], span.start * scale, len(span) * scale)
-            elif name not in ("kv", "z"):
-                given[name] = x
-        if "kv" in leaves:
-            given["initial_state"] = FrameState(leaves["kv"], leaves["z"]) if "z" in leaves else leaves["kv"]
+        given = tensors_of(leaves, span, S)
         given |= {"direction": self.direction, "output_final_state": self.final and self.has_state}
         if self.kind != "numerator":
             tables = rotary_tables((self.frames, S, 1), D)
@@ -86,6 +79,25 @@ class Clip:
         """Return the gradient that arrives at one result of the whole clip."""
         generator = torch.Generator().manual_seed(len(name))
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(self.dtype)
+
+
+def tensors_of(leaves: Mapping[str, Tensor], span: range, spatial: int) -> dict[str, Any]:
+    """Return the tensors of a call on the frames ``span`` of ``spatial`` tokens, as views of the leaves."""
+    given: dict[str, Any] = {}
+    for name, x in leaves.items():
+        if name in PER_FRAME:
+            scale = spatial if PER_FRAME[name] == 1 else 1
+            given[name] = x.narrow(PER_FRAME[name], span.start * scale, len(span) * scale)
+        elif name not in ("kv", "z"):
+            given[name] = x
+    return given | state_of(leaves)
+
+
+def state_of(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the initial state, as an argument, of leaves that hold one."""
+    if "kv" not in leaves:
+        return {}
+    return {"initial_state": FrameState(leaves["kv"], leaves["z"]) if "z" in leaves else leaves["kv"]}
 
 
 def results_of(result: Any) -> dict[str, Tensor]:
@@ -150,10 +162,7 @@ def shard_leaves(clip: Clip, partition: FramePartition, rank: int) -> dict[str, 
 def shard_arguments(clip: Clip, partition: FramePartition, rank: int, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of one rank, made of its own leaves."""
     given = clip.arguments(clip.tensors(), partition.span(rank))
-    given |= {name: x for name, x in leaves.items() if name not in ("kv", "z")}
-    if "kv" in leaves:
-        given["initial_state"] = FrameState(leaves["kv"], leaves["z"]) if "z" in leaves else leaves["kv"]
-    return given
+    return given | {name: x for name, x in leaves.items() if name not in ("kv", "z")} | state_of(leaves)
 
 
 def shard_loss(clip: Clip, partition: FramePartition, rank: int, results: Mapping[str, Tensor]) -> Tensor:
@@ -211,3 +220,13 @@ def check(name: str, found: Tensor, expected: Tensor, scale: Tensor, tolerance: 
     difference = (found.detach().double() - expected.detach().double()).abs().max()
     size = scale.detach().double().abs().max().clamp(min=1e-300)
     assert float(difference / size) <= tolerance, f"{name}: relative error {float(difference / size):.2e} > {tolerance}"
+
+
+def on_rank(clip: Clip, partition: FramePartition, context: CPContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return results and gradients of this rank's call."""
+    leaves = shard_leaves(clip, partition, context.rank)
+    arguments = shard_arguments(clip, partition, context.rank, leaves)
+    result = CP_OPS[clip.kind](context=context, partition=partition, chunk_starts=clip.starts, **arguments)
+    results = results_of(result)
+    grads = gradients(shard_loss(clip, partition, context.rank, results), leaves)
+    return {name: x.detach() for name, x in results.items()}, grads

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from clips import B, Clip, D, H, compare, gradients, results_of, shard_arguments, shard_leaves, shard_loss
+from clips import CP_OPS, B, Clip, D, H, compare, on_rank, results_of, shard_arguments, shard_leaves
 from ranks import run_ranks
 
 import gdn_kernels
@@ -17,21 +17,8 @@ from gdn_cp import (
     FramePartition,
     count_exchanges,
     cp_frame_gdn,
-    cp_frame_gdn_numerator,
-    cp_frame_gdn_raw,
     join_backward,
 )
-
-OPS = {"output": cp_frame_gdn, "raw": cp_frame_gdn_raw, "numerator": cp_frame_gdn_numerator}
-
-
-def on_rank(clip: Clip, partition: FramePartition, context: CPContext):
-    leaves = shard_leaves(clip, partition, context.rank)
-    arguments = shard_arguments(clip, partition, context.rank, leaves)
-    result = OPS[clip.kind](context=context, partition=partition, chunk_starts=clip.starts, **arguments)
-    results = results_of(result)
-    grads = gradients(shard_loss(clip, partition, context.rank, results), leaves)
-    return {name: x.detach() for name, x in results.items()}, grads
 
 
 def compare_cases(size: int, cases: Sequence[tuple[Clip, tuple[int, ...]]], tolerance: float, gradient: float) -> None:
@@ -194,7 +181,7 @@ def test_one_rank_is_the_local_operation_to_the_last_bit(kind):
     here = results_of(getattr(gdn_kernels, local)(chunk_starts=clip.starts, **arguments))
     with count_exchanges() as seen:
         there = results_of(
-            OPS[kind](context=CPContext.single(), partition=partition, chunk_starts=clip.starts, **arguments)
+            CP_OPS[kind](context=CPContext.single(), partition=partition, chunk_starts=clip.starts, **arguments)
         )
     assert all(torch.equal(here[name], there[name]) for name in here)
     assert seen.total == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from clips import B, Clip, D, H, compare, gradients, results_of, shard_arguments, shard_leaves, shard_loss
+from clips import B, Clip, D, H, compare, on_rank
 from ranks import RankError, run_ranks
 
 from gdn_cp import (
@@ -16,14 +16,10 @@ from gdn_cp import (
     FramePartition,
     collectives,
     count_exchanges,
-    cp_frame_gdn,
-    cp_frame_gdn_numerator,
-    cp_frame_gdn_raw,
 )
 from gdn_cp.cost_model import Link
 
 pytestmark = pytest.mark.ranks
-OPS = {"output": cp_frame_gdn, "raw": cp_frame_gdn_raw, "numerator": cp_frame_gdn_numerator}
 CUTS = {
     2: [(4, 3), (7, 0), (0, 7)],
     3: [(3, 1, 3), (0, 3, 4), (3, 0, 4), (3, 4, 0)],
@@ -35,15 +31,6 @@ SCHEDULES = {"all_gather": {}, "chain": {}, "chain in blocks": {"schedule": "cha
 
 def context_of(name: str, group: Any = None, **options: Any) -> CPContext:
     return CPContext(group or dist.group.WORLD, **{"schedule": name, **SCHEDULES.get(name, {}), **options})
-
-
-def on_rank(clip: Clip, partition: FramePartition, context: CPContext):
-    leaves = shard_leaves(clip, partition, context.rank)
-    arguments = shard_arguments(clip, partition, context.rank, leaves)
-    result = OPS[clip.kind](context=context, partition=partition, chunk_starts=clip.starts, **arguments)
-    results = results_of(result)
-    grads = gradients(shard_loss(clip, partition, context.rank, results), leaves)
-    return {name: x.detach() for name, x in results.items()}, grads
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -239,9 +239,11 @@ def _run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Agree on the call with the other ranks, then run it; returns result, denominator, final kv and z."""
     if torch.compiler.is_compiling():
-        from gdn_cp.frame_op import call_op
+        from gdn_cp.frame_op import arguments_of, call_op
 
-        return call_op(op, context, partition, chunk_starts, output_final_state, *check())
+        inputs, options, initial = check()
+        arguments = arguments_of(op, context, partition, chunk_starts, output_final_state, inputs, options, initial)
+        return call_op(arguments, options, output_final_state)
 
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()

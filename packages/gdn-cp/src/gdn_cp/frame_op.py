@@ -30,25 +30,6 @@ _SAVED = 8  # of the Triton implementation, besides result and denominator
 _SCALARS = 16
 
 
-def call_op(
-    op: str,
-    context: CPContext,
-    partition: FramePartition | None,
-    chunk_starts: Sequence[int] | None,
-    has_final: bool,
-    inputs: FrameInputs,
-    options: FrameOptions,
-    initial: FrameBoundary,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Put the call into the graph that is being traced; returns result, denominator, final kv and z."""
-    found = torch.ops.gdn_cp.frame_gdn(
-        *arguments_of(op, context, partition, chunk_starts, has_final, inputs, options, initial)
-    )
-    raw = options.has_z and not options.divide
-    final_z = found[3] if has_final and options.has_z else None
-    return found[0], found[1] if raw else None, found[2] if has_final else None, final_z
-
-
 def arguments_of(
     op: str,
     context: CPContext,
@@ -70,6 +51,16 @@ def arguments_of(
         options.divide, options.direction.value, options.k_scale, options.norm_eps, options.eps,
         options.precision.value, options.impl.value, needs_grad, grad_mode,
     )  # fmt: skip
+
+
+def call_op(
+    arguments: tuple[Any, ...], options: FrameOptions, has_final: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Put the call into the graph that is being traced; returns result, denominator, final kv and z."""
+    found = torch.ops.gdn_cp.frame_gdn(*arguments)
+    raw = options.has_z and not options.divide
+    final_z = found[3] if has_final and options.has_z else None
+    return found[0], found[1] if raw else None, found[2] if has_final else None, final_z
 
 
 class _Call:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clips import tensors_of
 from ranks import run_ranks
 from torch import Tensor
 
 from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_numerator, simulate
 from gdn_cp.cost_model import Link
-from gdn_kernels import FrameState, frame_gdn, frame_gdn_numerator
+from gdn_kernels import frame_gdn, frame_gdn_numerator
 
 pytestmark = pytest.mark.interpret
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
@@ -24,7 +25,6 @@ B, H, F, S, D = 1, 2, 4, 2, 4
 STARTS = (1, 3)
 # A few hundred sums of products over D, S and F in another order; the division is kept away from zero by eps.
 TOLERANCE = 256 * torch.finfo(torch.float32).eps
-PER_FRAME = {"qkv": 1, "q": 1, "k": 1, "v": 1, "beta": 2, "decay": 2}
 
 
 def leaves_of(kind: str, direction: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -47,15 +47,8 @@ def leaves_of(kind: str, direction: str, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def arguments(leaves: dict[str, Tensor], kind: str, direction: str, span: range, impl: str) -> dict[str, Any]:
-    given: dict[str, Any] = {"direction": direction, "impl": impl, "output_final_state": "kv" in leaves}
-    for name, x in leaves.items():
-        if name in PER_FRAME:
-            scale = S if PER_FRAME[name] == 1 else 1
-            given[name] = x.narrow(PER_FRAME[name], span.start * scale, len(span) * scale)
-        elif name not in ("kv", "z"):
-            given[name] = x
-    if "kv" in leaves:
-        given["initial_state"] = FrameState(leaves["kv"], leaves["z"]) if "z" in leaves else leaves["kv"]
+    given = tensors_of(leaves, span, S)
+    given |= {"direction": direction, "impl": impl, "output_final_state": "kv" in leaves}
     if direction == "bidirectional":
         given["chunk_starts"] = STARTS
     return given | ({"k_scale": 0.3} if kind == "output" else {})
