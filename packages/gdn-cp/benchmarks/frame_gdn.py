@@ -31,6 +31,9 @@ from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs
 
+sys.path.append(str(Path(__file__).parents[2] / "gdn-kernels" / "benchmarks"))  # what the runners share
+from measuring import aligned, captured, environment, parse_shapes, parser_of  # noqa: E402
+
 RANKS, OWN = 4, 1  # one rank in the middle of four
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -239,20 +242,6 @@ def milliseconds(calls: dict[str, Callable[[], Any]], device: str, repeats: int)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of ``call`` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def measure(name: str, options: argparse.Namespace) -> Row:
     """Check and time one shape."""
     shape, device, dtype = SHAPES[name], options.device, getattr(torch, options.dtype)
@@ -269,7 +258,7 @@ def measure(name: str, options: argparse.Namespace) -> Row:
         calls = {"local": local[step], "group": group[step], "rank": one[step]}
         ways = {"eager": calls}
         if device == "cuda":
-            ways["graph"] = {key: captured(call) for key, call in calls.items()}
+            ways["graph"] = {key: captured(call).replay for key, call in calls.items()}
         for way, timed in ways.items():
             times = milliseconds(timed, device, options.repeats)
             row.update({f"{way}_{key}_{step}": value for key, value in times.items()})
@@ -311,24 +300,16 @@ def table(rows: Sequence[Row]) -> str:
     for name in names:
         values = [row.get(name) for row in rows]
         lines.append([name, *(f"{v:.3g}" if isinstance(v, float) else f"{v:,}" for v in values)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
+    return aligned(lines)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", metavar="shape", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser = parser_of(__doc__, SHAPES)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    options.shapes = options.shapes or ["tune_11", "wm_31"]
-    unknown = [name for name in options.shapes if name not in SHAPES]
-    if unknown:
-        parser.error(f"unknown shape {', '.join(unknown)}; known: {', '.join(SHAPES)}")
-    return options
+    return parse_shapes(parser, arguments, SHAPES, ("tune_11", "wm_31"))
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -337,8 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     rows = [measure(name, options) for name in options.shapes]
     print(table(rows))
     if options.json:
-        where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        about = {"device": where, "torch": torch.__version__, "dtype": options.dtype}
+        about = {**environment(options.device), "dtype": options.dtype}
         options.json.write_text(json.dumps({"environment": about, "rows": rows}, indent=2))
     return rows
 

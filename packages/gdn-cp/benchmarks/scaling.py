@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ from torch import Tensor
 from gdn_cp import CPContext, FramePartition, collectives, cp_frame_gdn
 from gdn_cp.cost_model import SCHEDULES, Link, measure_link, message_bytes, predict
 from gdn_kernels import frame_gdn
+
+sys.path.append(str(Path(__file__).parents[2] / "gdn-kernels" / "benchmarks"))  # what the runners share
+from measuring import aligned, environment, parse_shapes, parser_of  # noqa: E402
 
 Row = dict[str, Any]
 COLUMNS = ("shape", "fixed", "schedule", "ranks", "alone", "step", "exchange", "exposed", "efficiency", "predicted")
@@ -177,8 +181,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         values = [row[name] for name in COLUMNS]
         lines.append(["-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in values])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
+    return aligned(lines)
 
 
 def draw_chart(rows: Sequence[Row], path: Path) -> None:
@@ -200,19 +203,13 @@ def draw_chart(rows: Sequence[Row], path: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", metavar="shape", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser = parser_of(__doc__, SHAPES)
     parser.add_argument("--ranks", type=int, help="default: every CUDA device")
     parser.add_argument("--dtype", default=None, choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
-    options = parser.parse_args(arguments)
-    options.shapes = options.shapes or ["wm_61", "wm_121"]
-    unknown = [name for name in options.shapes if name not in SHAPES]
-    if unknown:
-        parser.error(f"unknown shape {', '.join(unknown)}; known: {', '.join(SHAPES)}")
+    options = parse_shapes(parser, arguments, SHAPES, ("wm_61", "wm_121"))
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     options.ranks = options.ranks or torch.cuda.device_count()
     if options.ranks < 2 or (options.device == "cuda" and options.ranks > torch.cuda.device_count()):
@@ -228,8 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         rows, link = torch.load(Path(folder) / "found", weights_only=False)
     print(f"link: {link}\n{table(rows)}")
     if options.json:
-        where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        about = {"device": where, "torch": torch.__version__, "dtype": options.dtype, "link": link}
+        about = {**environment(options.device), "dtype": options.dtype, "link": link}
         options.json.write_text(json.dumps({"environment": about, "rows": rows}, indent=2))
     if options.png:
         draw_chart(rows, options.png)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from clips import Clip, draw_clip, draw_gradient, errors, mix
+from measuring import aligned, captured, environment, parse_shapes, parser_of
 from shapes import HEADLINE, SHAPES, Shape
 from torch import Tensor
 
@@ -55,20 +56,6 @@ def copy_bandwidth(device: str, repeats: int) -> float:
     source = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / (1e-3 * milliseconds(lambda: target.copy_(source), device, repeats))
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return ``call`` as a CUDA graph, after a warm-up on another stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def peak_megabytes(call: Callable[[], object], device: str) -> float | None:
@@ -155,21 +142,6 @@ def measure(name: str, shape: Shape, options: argparse.Namespace, bandwidth: flo
     return row
 
 
-def environment(device: str, bandwidth: float) -> Row:
-    """Return what a figure must be quoted with."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {
-        "device": name, "torch": torch.__version__, "triton": triton_version, "gdn_kernels": gdn_kernels.__version__,
-        "copy_bandwidth": bandwidth,
-    }  # fmt: skip
-
-
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Return the rows as text."""
 
@@ -179,8 +151,7 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
         return f"{value:.1e}" if column.startswith("error") else f"{value:.0f}" if column == "peak" else f"{value:.3f}"
 
     lines = [["shape", *columns]] + [[row["shape"], *(cell(row.get(c), c) for c in columns)] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
+    return aligned(lines)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -207,9 +178,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", metavar="shape", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser = parser_of(__doc__, SHAPES)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--precision", default=None, choices=("bf16", "tf32", "ieee"))
     parser.add_argument("--direction", default="bidirectional", choices=("forward", "reverse", "bidirectional"))
@@ -220,19 +189,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
-    options = parser.parse_args(arguments)
-    options.shapes = options.shapes or list(HEADLINE)
-    unknown = [name for name in options.shapes if name not in SHAPES]
-    if unknown:
-        parser.error(f"unknown shape {', '.join(unknown)}; known: {', '.join(SHAPES)}")
-    return options
+    return parse_shapes(parser, arguments, SHAPES, HEADLINE)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Measure the shapes, print the table, write what was asked for, and return the rows."""
     options = parse(arguments)
     bandwidth = copy_bandwidth(options.device, options.repeats)
-    about = environment(options.device, bandwidth)
+    about = {**environment(options.device), "gdn_kernels": gdn_kernels.__version__, "copy_bandwidth": bandwidth}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     rows = []
     for name in options.shapes:
