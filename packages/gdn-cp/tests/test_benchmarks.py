@@ -15,7 +15,7 @@ import frame_gdn as costs  # noqa: E402
 import scaling  # noqa: E402
 import schedules  # noqa: E402
 
-from gdn_cp.cost_model import LINKS  # noqa: E402
+from gdn_cp.cost_model import LINKS, SCHEDULES  # noqa: E402
 
 COMMAND = ["tiny", "--device", "cpu", "--dtype", "float32", "--repeats", "2"]
 
@@ -33,7 +33,9 @@ def test_costs_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert row["backward_bytes"] == 4 * heads * (2 * width**2 + 2 * width)
     for name in ("published", "published_train", "ours", "ours_train"):
         assert row[f"scan_{name}"] > 0
-    assert json.loads(path.read_text())["rows"] == [row]
+    written = json.loads(path.read_text())
+    assert written["rows"] == [row]
+    assert written["environment"].keys() == {"device", "torch", "triton", "dtype"}
     assert "eager_rank_train_ratio" in capsys.readouterr().out
 
 
@@ -69,6 +71,18 @@ def test_the_stored_results_are_those_of_the_model(tmp_path):
     assert stored["model"] == again["model"]
     for row, other in zip(stored["rows"], again["rows"], strict=True):
         assert row == pytest.approx(other)
+
+
+def test_the_table_of_the_readme_is_that_of_the_model():
+    sizes, rows = (2, 4, 8, 16, 32, 64), schedules.main([])
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    for link in LINKS.values():
+        cells = [f'`"{link.name}"`, {link.latency:g} us, {link.bandwidth:g} GB/s']
+        for row in (row for row in rows if row["link"] == link.name and row["ranks"] in sizes):
+            times = {name: f"{row[name]:.0f}" for name in SCHEDULES}
+            times[row["auto"]] = f"**{times[row['auto']]}**"
+            cells.append(" / ".join(times.values()))
+        assert f"| {' | '.join(cells)} |" in text
 
 
 def test_it_draws(tmp_path):
