@@ -35,13 +35,18 @@ def _compute_backward_fragment_summary(
     batch, heads, width = k.shape[0], do.shape[2], k.shape[3]
     summary = k.new_zeros(batch, heads, width, do.shape[3] + width, dtype=torch.float32)
     if cu_seqlens is None:  # the kernel knows one sequence: batch rows become heads, which keeps groups together
-        q, k, w, do, dv = (x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3]) for x in (q, k, w, do, dv))
-        g = None if g is None else g.transpose(0, 1).reshape(1, g.shape[1], -1)
+        q, k, w, do, dv = (_rows_to_heads(x) for x in (q, k, w, do, dv))
+        g = None if g is None else _rows_to_heads(g)
     fla_functions.load().chunk_cp_bwd_dh(
         q=q, k=k, w=w, do=do, dv=dv, dhm=summary.view(-1, *summary.shape[2:]), g=g, scale=scale,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens[:2].clone(), chunk_size=CHUNK,
     )  # fmt: skip
     return summary if cu_seqlens is None else summary[0]
+
+
+def _rows_to_heads(x: Tensor) -> Tensor:
+    """Return ``[1, N, B*heads, ...]`` from ``[B, N, heads, ...]``, contiguous."""
+    return x.transpose(0, 1).reshape(1, x.shape[1], -1, *x.shape[3:]).contiguous()
 
 
 def _check_summary_operands(k: Tensor, values: Tensor) -> None:
