@@ -1,4 +1,4 @@
-"""Shares of a gated delta product over ranks that are run one after the other, by hand, through a backend's protocol."""
+"""Shares of a gated delta product over ranks, run one after the other by hand, through a backend's protocol."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Share:
     widths: tuple[int, int] = (4, 3)
     batch: int = 2
     states: bool = True
+    strength: float = 2.0  # bound of beta
 
     @property
     def cu(self) -> tuple[int, ...] | None:
@@ -53,7 +54,7 @@ class Share:
             "q": normal(batch, tokens, heads, width).to(dtype),
             "k": torch.nn.functional.normalize(normal(batch, tokens * self.steps, heads, width), dim=-1).to(dtype),
             "v": normal(batch, tokens * self.steps, value_heads, value_width).to(dtype),
-            "beta": (2 * torch.sigmoid(normal(batch, tokens * self.steps, value_heads))).to(dtype),
+            "beta": (self.strength * torch.sigmoid(normal(batch, tokens * self.steps, value_heads))).to(dtype),
         }
         if self.gated:
             found["g"] = (-0.1 * normal(batch, tokens, value_heads).abs()).to(wide)

@@ -25,11 +25,14 @@ def sequences(x: Tensor, cu: Tensor | None, indices: Tensor | None = None, table
         assert indices is None
         bounds = [(b, 0, x.shape[1]) for b in range(x.shape[0])]
     else:
-        assert x.shape[0] == 1 and cu.dtype == torch.int32
+        assert x.shape[0] == 1
+        assert cu.dtype == torch.int32
         bounds = [(0, int(a), int(b)) for a, b in zip(cu[:-1], cu[1:], strict=True)]
     found = [(b, [slice(i, min(i + CHUNK, stop)) for i in range(start, stop, CHUNK)]) for b, start, stop in bounds]
     if cu is not None and tables:
-        assert indices is not None and indices.dtype == torch.int32 and indices.is_contiguous()
+        assert indices is not None
+        assert indices.dtype == torch.int32
+        assert indices.is_contiguous()
         expected = [[n, i] for n, (_, chunks) in enumerate(found) for i in range(len(chunks))]
         assert indices.tolist() == expected
     return found
@@ -60,7 +63,8 @@ def between(late: Tensor, early: Tensor) -> Tensor:
 def chunk_local_cumsum(
     *, g, chunk_size, reverse=False, scale=None, cu_seqlens=None, output_dtype=torch.float, chunk_indices=None
 ):  # fmt: skip
-    assert chunk_size == CHUNK and g.is_contiguous()
+    assert chunk_size == CHUNK
+    assert g.is_contiguous()
     out = nan(*g.shape, like=g, dtype=output_dtype)
     for b, rows in each_chunk(g, cu_seqlens, chunk_indices):
         part = g[b, rows].double()
@@ -146,7 +150,8 @@ def chunk_gated_delta_product_fwd_o(
     *, q, k, v, h, g, scale, cu_seqlens, chunk_size, num_householder, chunk_indices
 ):  # fmt: skip
     count, steps = v.shape[2], num_householder
-    assert count == q.shape[2] == k.shape[2] and k.shape[1] == steps * q.shape[1]
+    assert count == q.shape[2] == k.shape[2]
+    assert k.shape[1] == steps * q.shape[1]
     o = nan(*q.shape[:2], *v.shape[2:], like=v)
     for state, (b, tokens) in zip(h.double().flatten(0, 1), each_chunk(q, cu_seqlens, chunk_indices), strict=True):
         rows = slice(tokens.start * steps, tokens.stop * steps)
@@ -261,7 +266,9 @@ def prepare_wy_repr_bwd(*, k, v, beta, A, dw, du, g, cu_seqlens, chunk_indices):
 
 def chunk_cp_fwd_h(*, k, w, u, hm, g, cu_seqlens, chunk_size, multi_seqs):
     """One sequence of the table, or all of them; rows of ``hm`` as sequences only then."""
-    assert hm.dtype == torch.float32 and hm.is_contiguous() and cu_seqlens.dtype == torch.int32
+    assert hm.dtype == torch.float32
+    assert hm.is_contiguous()
+    assert cu_seqlens.dtype == torch.int32
     count, width, value_width = u.shape[2], k.shape[3], u.shape[3]
     for n, (b, chunks) in enumerate(sequences(k, cu_seqlens, tables=False)):
         out = hm[n] if multi_seqs else hm
@@ -279,7 +286,9 @@ def chunk_cp_fwd_h(*, k, w, u, hm, g, cu_seqlens, chunk_size, multi_seqs):
 
 
 def chunk_cp_bwd_dh(*, q, k, w, do, dv, dhm, g, scale, cu_seqlens, chunk_size):
-    assert dhm.dtype == torch.float32 and dhm.is_contiguous() and q.shape[0] == 1
+    assert dhm.dtype == torch.float32
+    assert dhm.is_contiguous()
+    assert q.shape[0] == 1
     count, width, value_width = do.shape[2], k.shape[3], do.shape[3]
     assert dhm.shape == (count, width, value_width + width)
     b, chunks = sequences(q, cu_seqlens, tables=False)[0]
@@ -293,7 +302,9 @@ def chunk_cp_bwd_dh(*, q, k, w, do, dv, dhm, g, scale, cu_seqlens, chunk_size):
 
 
 def chunk_cp_merge(*, h, ag_hm, num_ranks, rank, forward):
-    assert h.is_contiguous() and ag_hm.is_contiguous() and ag_hm.dim() == 4
+    assert h.is_contiguous()
+    assert ag_hm.is_contiguous()
+    assert ag_hm.dim() == 4
     width = ag_hm.shape[2]
     state = torch.zeros(ag_hm.shape[1], width, ag_hm.shape[3] - width, dtype=torch.float64)
     for i in range(num_ranks):
