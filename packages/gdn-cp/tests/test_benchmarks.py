@@ -11,6 +11,7 @@ import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+import delta_product  # noqa: E402
 import frame_gdn as costs  # noqa: E402
 import scaling  # noqa: E402
 import schedules  # noqa: E402
@@ -50,6 +51,19 @@ def test_costs_refuses_a_shape_it_does_not_know(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         costs.parse(["wm_1"])
     assert "unknown shape wm_1" in capsys.readouterr().err
+
+
+def test_delta_product_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "delta_product.json"
+    (row,) = delta_product.main([*COMMAND, "--backend", "torch", "--json", str(path)])
+    assert 0 < max(row["output_error"], row["gradient_error"], row["gate_error"]) < 1e-5
+    assert row["fwd_ms"] > 0
+    assert row["train_ms"] > 0
+    assert json.loads(path.read_text())["rows"] == [row]
+    assert "train_ms" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        delta_product.parse(["huge"])
+    assert "unknown shape huge" in capsys.readouterr().err
 
 
 def test_it_prints_and_writes_what_the_model_says(tmp_path, capsys):

@@ -7,9 +7,11 @@ from gdn_cp.delta_product.common import (
     GDPInputs,
     gdp_chunkwise_context_parallel,
 )
+from gdn_cp.delta_product.fla import FLAGatedDeltaProductCPBackend
 from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
 
 __all__ = [
+    "FLAGatedDeltaProductCPBackend",
     "GDPChunkwiseCPBackend",
     "GDPChunkwiseContextParallel",
     "GDPInputGradients",
