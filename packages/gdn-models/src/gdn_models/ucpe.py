@@ -69,7 +69,7 @@ def ray_transforms(
     with torch.no_grad(), torch.autocast(camera.device.type, enabled=False):
         camera = camera.to(wide_dtype(camera))
         batch, dtype, device = camera.shape[0], camera.dtype, camera.device
-        pose = camera[..., :16].unflatten(-1, (4, 4))[:, :, None, None, :3]  # [B, F, 1, 1, 3, 4]
+        pose = camera[..., :16].reshape(*camera.shape[:2], 1, 1, 4, 4)[..., :3, :]  # [B, F, 1, 1, 3, 4]
         rotation, center = pose[..., :3], pose[..., 3]
         fx, fy, cx, cy = camera[..., None, None, 16:].unbind(-1)  # [B, F, 1, 1]
         u = torch.arange(columns, dtype=dtype, device=device)
