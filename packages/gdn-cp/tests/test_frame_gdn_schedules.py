@@ -6,11 +6,20 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from clips import B, Clip, D, H, compare, gradients, results_of, shard_arguments, shard_leaves, shard_loss
 from ranks import RankError, run_ranks
 
-from gdn_cp import CPContext, FramePartition, count_exchanges, cp_frame_gdn, cp_frame_gdn_numerator, cp_frame_gdn_raw
+from gdn_cp import (
+    CPContext,
+    FramePartition,
+    collectives,
+    count_exchanges,
+    cp_frame_gdn,
+    cp_frame_gdn_numerator,
+    cp_frame_gdn_raw,
+)
 from gdn_cp.cost_model import Link
 
 pytestmark = pytest.mark.ranks
@@ -120,6 +129,21 @@ def test_auto_follows_the_model_and_takes_all_gather_for_a_final_state():
     for i, final in enumerate((False, True)):
         compare(Clip(final=final), FramePartition((3, 4)), [rank[i][:2] for rank in ranks], 1e-10)
     assert [sent for _, _, sent in ranks[0]] == [8 * B * H * (D * D + D), 8 * B * H * (4 * D * D + 2 * D)]
+
+
+def test_auto_gathers_where_messages_would_go_over_the_host(monkeypatch):
+    """Ranks on GPUs over gloo: the backend and the device decide, which all ranks know."""
+
+    def worker(rank: int):
+        context = CPContext(dist.group.WORLD, link=SLOW)
+        found = [collectives.sends_over_host(context, torch.device(kind)) for kind in ("cpu", "cuda")]
+        monkeypatch.setattr(collectives, "sends_over_host", lambda context, device: True)
+        with count_exchanges() as exchanges:
+            on_rank(Clip(final=False), FramePartition((3, 4)), context)
+        return found, exchanges.sent[0]
+
+    gathered = 8 * B * H * (4 * D * D + 2 * D)
+    assert run_ranks(2, worker) == [([False, True], gathered)] * 2
 
 
 @pytest.mark.parametrize(

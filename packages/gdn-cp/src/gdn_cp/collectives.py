@@ -131,6 +131,11 @@ def is_process_group(x: object) -> bool:
     return isinstance(x, ProcessGroup)
 
 
+def sends_over_host(context: CPContext, device: torch.device) -> bool:
+    """Whether messages between ranks have to lie on the host: gloo gathers from a GPU, but sends none from there."""
+    return device.type != "cpu" and dist.get_backend(_group(context)) == "gloo"
+
+
 def all_gather(buffer: Tensor, context: CPContext, label: str, meanwhile: Callable[[], None] | None = None) -> Tensor:
     """Gather equal flat buffers of all ranks: ``[n]`` to ``[P, n]`` in rank order.
 
@@ -210,7 +215,7 @@ def swap(
             meanwhile()
         return list(log.take())
     group = _group(context)
-    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else like.device  # gloo sends from the host only
+    device = torch.device("cpu") if sends_over_host(context, like.device) else like.device
     outgoing = [(rank, x.to(device).contiguous()) for rank, x in sends if x.numel()]  # nothing is not worth a message
     received = [torch.empty(size, dtype=like.dtype, device=device) for _, size in receives]
     sent = sum(x.numel() * x.element_size() for _, x in outgoing)

@@ -27,7 +27,8 @@ class CPContext:
         mesh: a device mesh, with ``mesh_axis`` if it has several axes. Exactly one of the two; `CPContext.single` needs
             neither.
         schedule: how summaries travel: ``"all_gather"``, one collective; ``"chain"``, states from neighbour to
-            neighbour; ``"doubling"``, composed maps over 1, 2, 4, ... ranks; ``"auto"`` asks `gdn_cp.cost_model`.
+            neighbour; ``"doubling"``, composed maps over 1, 2, 4, ... ranks; ``"auto"`` asks `gdn_cp.cost_model`,
+            and stays with the gather where messages between GPUs would go over the host.
             A final state needs all_gather, or auto, which then takes it.
         link: what the model assumes of the link, ``"nvlink"``, ``"infiniband"``, ``"ethernet"`` or what
             `gdn_cp.cost_model.measure_link` found; decides what auto takes and into how many parts a chain is cut.

@@ -27,6 +27,7 @@ class Case:
     steps: int = 2
     gated: bool = True
     states: bool = True
+    loss_rank: int | None = None  # None: all
 
     @property
     def cu(self):
@@ -56,6 +57,9 @@ class Case:
             torch.randn(shape, generator=generator, dtype=torch.float64)
             for shape in ((b, t, H * G, V), (n, H * G, K, V))
         )
+        if self.loss_rank is not None:
+            span, everywhere = TokenPartition(self.counts).span(self.loss_rank), torch.arange(t)
+            wo *= ((everywhere >= span.start) & (everywhere < span.stop))[:, None, None]
         for sequence, length in enumerate(self.lengths or ()):
             wf[sequence] *= length > 0  # a sequence without tokens has no fragment, and so no final state
         return wo, wf
@@ -70,6 +74,11 @@ class Case:
         return o.detach(), final.detach(), dict(zip(leaves, grads, strict=True))
 
     def on_rank(self, rank, context, changes=None):
+        leaves, loss, o, finals = self.forward_on(rank, context, changes)
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        return o.detach(), finals, dict(zip(leaves, grads, strict=True))
+
+    def forward_on(self, rank, context, changes=None):
         partition = TokenPartition(self.counts)
         leaves = {**self.leaves(), **(changes or {})}
         for name, x in leaves.items():
@@ -90,9 +99,7 @@ class Case:
         if self.states:
             for row, sequence in held:
                 loss = loss + (final[row] * wf[sequence]).sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()))
-        finals = {sequence: final[row].detach() for row, sequence in held}
-        return o.detach(), finals, dict(zip(leaves, grads, strict=True))
+        return leaves, loss, o, {sequence: final[row].detach() for row, sequence in held}
 
     def final_rows(self, rank):
         """(row of the final state, sequence) of the sequences that end on the rank."""
@@ -132,7 +139,8 @@ CASES = {
     2: [Case((5, 4)), Case((0, 7), steps=1), Case((7, 0), gated=False), Case((6, 70), (6, 40, 30), steps=3),
         Case((4, 5), (2, 0, 5, 1, 1)), Case((3, 4), (7,), states=False)],
     3: [Case((3, 1, 3)), Case((0, 4, 3)), Case((4, 0, 5), (9,)), Case((4, 0, 5), (3, 6), gated=False),
-        Case((30, 65, 33), (1, 97, 30), steps=1), Case((3, 3, 0), (2, 3, 1))],
+        Case((30, 65, 33), (1, 97, 30), steps=1), Case((3, 3, 0), (2, 3, 1)),
+        Case((190, 0, 387), (63, 64, 65, 0, 128, 257), steps=1)],
     4: [Case((2, 3, 1, 2), steps=3), Case((4, 4, 4, 4), (5, 4, 7)), Case((1, 0, 0, 6), (1, 1, 5)),
         Case((0, 3, 0, 2), (5,))],
 }  # fmt: skip
@@ -146,6 +154,33 @@ def test_ranks_equal_one_device_in_fp64(size):
         return [case.on_rank(rank, context) for case in CASES[size]]
 
     for case, ranks in zip(CASES[size], zip(*run_ranks(size, worker), strict=True), strict=True):
+        check(case, ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("loss_rank", [0, 2])
+def test_a_loss_on_one_rank_reaches_the_tokens_before_it_and_no_others(loss_rank):
+    case = Case((3, 2, 4), (1, 8), states=False, loss_rank=loss_rank)
+    found = run_ranks(3, lambda rank: case.on_rank(rank, CPContext(dist.group.WORLD)))
+    check(case, found)
+    reached = [any(bool(x.any()) for x in own.values()) for *_, own in found]
+    assert reached == [rank <= loss_rank for rank in range(3)]
+
+
+@pytest.mark.ranks
+def test_two_microbatches_in_flight_keep_apart():
+    """Forward of both, then backward of both in the same order, with other sequences in each."""
+    cases = [Case((4, 5), (6, 3)), Case((4, 5), (2, 5, 2), steps=1)]
+
+    def worker(rank):
+        context = CPContext(dist.group.WORLD)
+        ahead = [case.forward_on(rank, context) for case in cases]
+        return [
+            (o.detach(), finals, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+            for leaves, loss, o, finals in ahead
+        ]
+
+    for case, ranks in zip(cases, zip(*run_ranks(2, worker), strict=True), strict=True):
         check(case, ranks)
 
 

@@ -1,0 +1,54 @@
+"""The suite of a machine with a GPU: what it would run, and how it reports what went wrong."""
+
+from __future__ import annotations
+
+import sys
+
+import gpu_suite
+import pytest
+
+
+def test_every_file_of_gpu_tests_is_a_job():
+    jobs = gpu_suite.test_jobs("bfloat16", 7.0)
+    files = sorted(gpu_suite.ROOT.glob("packages/*/tests/gpu/test_*.py"))
+    assert [job.command[-1] for job in sorted(jobs, key=lambda job: job.command[-1])] == [str(path) for path in files]
+    assert len(files) >= 4
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        assert job.limit == 7.0
+        assert job.command[-3:-1] == ("-k", "bfloat16")
+
+
+def test_benchmarks_are_there_and_write_to_the_folder(tmp_path):
+    for job in gpu_suite.benchmark_jobs(tmp_path, 1.0):
+        assert gpu_suite.Path(job.command[1]).is_file()
+        assert job.command[-2:] == ("--json", str(tmp_path / f"{job.name}.json"))
+
+
+@pytest.mark.parametrize("program, status", [("raise SystemExit(3)", 3), ("print('fine')", 0)])
+def test_a_job_ends_with_its_status_and_a_log(tmp_path, capsys, program, status):
+    outcome = gpu_suite.run(gpu_suite.Job("one", (sys.executable, "-c", program), 30.0), tmp_path)
+    assert outcome.status == status
+    assert gpu_suite.failed(outcome) == bool(status)
+    assert (tmp_path / "one.log").read_text() == ("fine\n" if not status else "")
+    assert f"one: {status} after" in capsys.readouterr().out
+
+
+def test_a_job_that_runs_out_of_time_is_a_failure(tmp_path, capsys):
+    job = gpu_suite.Job("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 0.5)
+    assert gpu_suite.failed(gpu_suite.run(job, tmp_path))
+    assert "slow: out of time" in capsys.readouterr().out
+
+
+def test_no_tests_chosen_is_no_failure():
+    assert not gpu_suite.failed(gpu_suite.Outcome("none", 5, 0.1))
+
+
+def test_the_suite_says_what_failed(tmp_path, monkeypatch, capsys):
+    commands = {"good": "pass", "bad": "raise SystemExit(1)"}
+    jobs = [gpu_suite.Job(name, (sys.executable, "-c", program), 30.0) for name, program in commands.items()]
+    monkeypatch.setattr(gpu_suite, "test_jobs", lambda expression, limit: jobs)
+    assert gpu_suite.main([str(tmp_path / "out"), "--no-benchmarks"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: bad"
+    monkeypatch.setattr(gpu_suite, "test_jobs", lambda expression, limit: jobs[:1])
+    assert gpu_suite.main([str(tmp_path / "out"), "--no-benchmarks"]) == 0
