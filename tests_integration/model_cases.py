@@ -33,6 +33,7 @@ class Case(NamedTuple):
     batch: int = 2
     dtype: torch.dtype = torch.float64
     loss_ranks: tuple[int, ...] | None = None  # None: all
+    sees: bool = False  # a camera
 
     def __str__(self) -> str:
         """Name the case in a failure."""
@@ -75,6 +76,17 @@ def clip_of(case: Case) -> tuple[Tensor, Tensor]:
     return x, upstream
 
 
+def camera_of(case: Case) -> Tensor:
+    """Return cameras of the whole clip, ``[B, F, 20]``: rotations about one axis, moving centres, changing lenses."""
+    generator = torch.Generator().manual_seed(6)
+    angle, *rest = torch.randn(8, case.batch, sum(case.counts), generator=generator, dtype=torch.float64)
+    one, zero = torch.ones_like(angle), torch.zeros_like(angle)
+    cos, sin = angle.cos(), angle.sin()
+    pose = (cos, zero, sin, rest[0], zero, one, zero, rest[1], -sin, zero, cos, rest[2], zero, zero, zero, one)
+    lens = (1 + rest[3].abs(), 1 + rest[4].abs(), rest[5], rest[6])
+    return torch.stack((*pose, *lens), -1).to(case.dtype)
+
+
 def run(case: Case, block: nn.Module, first: int, frames: int, partition: FramePartition | None) -> Outcome:
     """Run frames ``first ... first + frames - 1`` of the case, forward and backward."""
     x, upstream = (y[:, first : first + frames] for y in clip_of(case))
@@ -85,6 +97,8 @@ def run(case: Case, block: nn.Module, first: int, frames: int, partition: FrameP
         keywords["frame_valid"] = case.mask[: case.batch, first : first + frames]
     if partition is not None:
         keywords["partition"] = partition
+    if case.sees:
+        keywords["camera"] = camera_of(case)[:, first : first + frames]
     y = block(x, (frames, *case.spatial), **keywords)
     y.backward(upstream.reshape(y.shape))
     assert x.grad is not None

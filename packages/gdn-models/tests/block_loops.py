@@ -99,6 +99,20 @@ def read_by_loops(
     )
 
 
+def linear_by_einsum(p: Mapping[str, Tensor], name: str, y: Tensor) -> Tensor:
+    """Apply the linear layer of this name, with its bias if it has one."""
+    bias = p.get(f"{name}.bias")
+    y = torch.einsum("...c,oc->...o", y, p[f"{name}.weight"])
+    return y if bias is None else y + bias
+
+
+def gates_by_loops(p: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return beta ``[B, H, F, S]`` and decay ``[B, H, F]`` of ``x [B, F, S, C]``."""
+    beta = 1 / (1 + torch.exp(-linear_by_einsum(p, "beta_proj", x)))
+    step = torch.log(1 + torch.exp(linear_by_einsum(p, "gate_proj", x.sum(2) / x.shape[2]) + p["dt_bias"]))
+    return beta.permute(0, 3, 1, 2), torch.exp(-torch.exp(p["A_log"]) * step).permute(0, 2, 1)
+
+
 def block_by_loops(
     p: Mapping[str, Tensor],
     x: Tensor,
@@ -113,8 +127,12 @@ def block_by_loops(
     theta: float | None = 1e4,
     first: int = 0,
     raw: bool = False,
+    added: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a block with the parameters ``p`` (state-dict keys); ``raw`` returns numerator and denominator instead."""
+    """Run a block with the parameters ``p`` (state-dict keys); ``raw`` returns numerator and denominator instead.
+
+    ``added [B, F, S, C]`` joins before the output gate.
+    """
     batch, _, channels = x.shape
     frames, spatial, width = grid[0], grid[1] * grid[2], channels // heads
     valid = torch.ones(batch, frames, dtype=torch.bool) if valid is None else valid.bool()
@@ -122,13 +140,9 @@ def block_by_loops(
     x4 = x.reshape(batch, frames, spatial, channels) * mask
 
     def linear(name: str, y: Tensor) -> Tensor:
-        bias = p.get(f"{name}.bias")
-        y = torch.einsum("...c,oc->...o", y, p[f"{name}.weight"])
-        return y if bias is None else y + bias
+        return linear_by_einsum(p, name, y)
 
-    beta = 1 / (1 + torch.exp(-linear("beta_proj", x4)))
-    step = torch.log(1 + torch.exp(linear("gate_proj", x4.sum(2) / spatial) + p["dt_bias"]))
-    decay = torch.exp(-torch.exp(p["A_log"]) * step)
+    beta, decay = gates_by_loops(p, x4)
     parts = {}
     for name, part in zip("qkv", linear("qkv", x4).split(channels, -1), strict=True):
         part = part * mask
@@ -144,12 +158,12 @@ def block_by_loops(
     turned = [
         y if theta is None else rotate_by_complex(y.flatten(1, 2), grid, theta, first).reshape(y.shape) for y in (q, k)
     ]
-    numerator, denominator = read_by_loops(
-        q, k, *turned, v, beta.permute(0, 3, 1, 2), decay.permute(0, 2, 1), ends, valid
-    )
+    numerator, denominator = read_by_loops(q, k, *turned, v, beta, decay, ends, valid)
     if raw:
         return numerator, denominator
     out = (numerator / (denominator + eps)[..., None]).reshape(x4.shape) * mask
+    if added is not None:
+        out = out + added
     if "output_gate.weight" in p:
         logits = linear("output_gate", x4)
         out = out * (logits / (1 + torch.exp(-logits)))

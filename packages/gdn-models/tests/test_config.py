@@ -1,11 +1,11 @@
-"""FrameGDNConfig: defaults, and an error for every value that is not allowed."""
+"""The frame-wise configurations: defaults, and an error for every value that is not allowed."""
 
 import dataclasses
 
 import pytest
 
 from gdn_kernels import Impl, Precision
-from gdn_models import FrameGDNConfig
+from gdn_models import CameraGDNConfig, FrameGDNConfig
 
 
 def test_config_has_the_documented_defaults() -> None:
@@ -81,3 +81,27 @@ def test_config_refuses_a_wrong_type_or_field(fields: dict, message: str) -> Non
 
 def test_odd_head_width_is_allowed_without_rotation() -> None:
     assert FrameGDNConfig(dim=6, heads=2, rope_theta=None).head_dim == 3
+
+
+def test_camera_config_has_one_field_more_and_checks_all() -> None:
+    config = CameraGDNConfig(64, 2, impl=Impl.TORCH, patch_size=[1, 2, 2])
+    assert dataclasses.asdict(config) == {
+        **dataclasses.asdict(FrameGDNConfig(64, 2, impl="torch")), "patch_size": (1, 2, 2)
+    }  # fmt: skip
+    assert CameraGDNConfig(64, 2).patch_size == (1, 1, 1)
+    assert hash(config) != hash(CameraGDNConfig(64, 2, impl="torch"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"dim": 24}, ValueError, r"^D = dim / heads must be a multiple of 8 with a camera branch, got 12$"),
+        ({"patch_size": (1, 0, 2)}, ValueError, r"^patch_size must be three sizes >= 1, got \(1, 0, 2\)$"),
+        ({"patch_size": 2}, TypeError, r"^patch_size must be three ints \(p_t, p_h, p_w\), got 2$"),
+        ({"patch_size": (1, 2.0, 2)}, TypeError, "^patch_size must be three ints"),
+        ({"eps": 0.0}, ValueError, "^eps must be a finite number > 0"),
+    ],
+)
+def test_camera_config_refuses(fields: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        CameraGDNConfig(**{"dim": 64, "heads": 2, **fields})

@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gdn_models import BidirectionalGDN, ChunkCausalGDN, Preset, preset
+from gdn_models import BidirectionalGDN, CameraBidirectionalGDN, CameraChunkCausalGDN, ChunkCausalGDN, Preset, preset
 from gdn_models.presets import PRESETS
 
-SIZES = {"sana_v2v_stream": (2240, 20, 112), "wide_d128": (2560, 20, 128), "tiny": (64, 2, 32)}
+SIZES = {
+    **dict.fromkeys(("sana_wm_720p", "sana_wm_720p_chunk", "sana_wm_stream", "sana_v2v_stream"), (2240, 20, 112)),
+    "wide_d128": (2560, 20, 128),
+    "tiny": (64, 2, 32),
+}
+CLASSES = {
+    "sana_wm_720p": CameraBidirectionalGDN,
+    "sana_wm_720p_chunk": CameraChunkCausalGDN,
+    "sana_wm_stream": CameraChunkCausalGDN,
+    "wide_d128": BidirectionalGDN,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -23,7 +33,16 @@ def test_a_preset_makes_its_block(name: str) -> None:
     assert config.precision is None
     assert block.qkv.weight.dtype == torch.bfloat16
     assert block.qkv.weight.device.type == "meta"
-    assert isinstance(block, BidirectionalGDN if name == "wide_d128" else ChunkCausalGDN)
+    assert type(block) is CLASSES.get(name, ChunkCausalGDN)
+    assert getattr(config, "patch_size", (1, 1, 1)) == (1, 1, 1)
+
+
+def test_the_presets_of_sana_wm_have_its_clips_and_chunks() -> None:
+    whole, chunks, stream = (preset(name) for name in ("sana_wm_720p", "sana_wm_720p_chunk", "sana_wm_stream"))
+    assert whole.grid() == chunks.grid() == (121, 22, 40)
+    assert whole.chunk_starts(121) is None
+    assert chunks.chunk_starts(121) == (0, *range(4, 119, 3))
+    assert (stream.frames, stream.chunk_starts(3)) == ((4, 3), None)
 
 
 def test_the_streaming_preset_streams_in_steps_of_four_and_three_frames() -> None:
@@ -47,8 +66,6 @@ def test_the_tiny_preset_runs() -> None:
 
 
 def test_names_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match="name must be one of 'sana_v2v_stream', 'wide_d128', 'tiny', got 'small'"):
+    with pytest.raises(ValueError, match="name must be one of .*'sana_v2v_stream', 'wide_d128', 'tiny', got 'small'"):
         preset("small")
-    with pytest.raises(NotImplementedError, match="preset 'sana_wm_720p' has a camera branch"):
-        preset("sana_wm_720p")
     assert isinstance(preset("tiny"), Preset)

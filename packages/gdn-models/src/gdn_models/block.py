@@ -12,15 +12,15 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor, nn
 
-from gdn_cp import FramePartition, cp_frame_gdn, halo_exchange
+from gdn_cp import FramePartition, cp_frame_gdn
 from gdn_kernels import Direction, FrameState, RotaryTables, checks, frame_gdn, rotary_tables
-from gdn_models.cache import ConvTails, GDNState, check_state, check_tails, next_tail, zero_tails
-from gdn_models.chunks import same_chunk
+from gdn_models.cache import ConvTails, GDNState, check_state, check_tails, zero_tails
 from gdn_models.clip import Clip, check_frame_valid, check_grid, mask_tokens
+from gdn_models.clip_conv import convolve_clip
 from gdn_models.config import FrameGDNConfig, config_of
 from gdn_models.gates import Grid, frame_decay, gate_output, key_scale, write_strength
 from gdn_models.parallel import ContextParallelModule, raise_on_all_ranks
-from gdn_models.temporal_conv import ConvWindow, TemporalConv
+from gdn_models.temporal_conv import TemporalConv
 
 GATE_BIAS = 5.0  # sigmoid(5) = 0.99331: write almost everything, forget almost nothing
 OPEN_GATE = 1.278464542761074  # its SiLU is 1
@@ -36,6 +36,7 @@ class FrameGDNBlock(ContextParallelModule):
     direction: ClassVar[Direction]
     has_chunks: ClassVar[bool] = False
     can_stream: ClassVar[bool] = True
+    config_kind: ClassVar[type[FrameGDNConfig]] = FrameGDNConfig
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class FrameGDNBlock(ContextParallelModule):
             ValueError: A value that `FrameGDNConfig` refuses.
         """
         super().__init__()
-        self.config = config = config_of(FrameGDNConfig, config, options, type(self).__name__)
+        self.config = config = config_of(self.config_kind, config, options, type(self).__name__)
         dim, heads = config.dim, config.heads
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv = nn.Linear(dim, 3 * dim, bias=config.qkv_bias, **factory)
@@ -75,7 +76,11 @@ class FrameGDNBlock(ContextParallelModule):
         self.conv_q, self.conv_k, self.conv_v = (
             TemporalConv(dim, config.conv_size, **factory) if used and config.conv_size else None for used in (q, k, v)
         )
+        self._add_parameters(factory)
         self.reset_parameters()
+
+    def _add_parameters(self, factory: dict[str, Any]) -> None:
+        """Make the parameters of a subclass, before all are reset."""
 
     def reset_parameters(self) -> None:
         """Set the initial values that the class lists.
@@ -181,14 +186,14 @@ class FrameGDNBlock(ContextParallelModule):
             summaries, and the same again in backward. Every rank must call this: yes, also one without frames.
         """
         clip = self._clip(x, grid, chunk_starts, frame_valid, state, partition)
+        return self._run(x, clip)
+
+    def _run(self, x: Tensor, clip: Clip) -> Tensor | tuple[Tensor, GDNState]:
+        """Compute what `forward` returns from checked arguments."""
         x = mask_tokens(x, clip)
-        beta = write_strength(x, self.beta_proj.weight, self.beta_proj.bias, clip.grid)
-        decay = frame_decay(x, self.gate_proj.weight, self.gate_proj.bias, self.A_log, self.dt_bias, clip.grid)
-        qkv = self.qkv(x)
-        if self.qkv.bias is not None:
-            qkv = mask_tokens(qkv, clip)
-        qkv, tails = self._convolve(qkv, clip)
-        mixed, final = self._mix(qkv, beta, decay, clip)
+        beta, decay = self._gates(x, clip)
+        qkv, tails = self._convolve(self._project_qkv(x, clip), clip)
+        mixed, final = self._mix(qkv, beta, decay, clip, self._rotation(clip, x.device))
         y = self._project(x, mixed.flatten(2), clip)
         if clip.state is None:
             return y
@@ -224,21 +229,13 @@ class FrameGDNBlock(ContextParallelModule):
         super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
         return self
 
-    def _clip(
-        self,
-        x: Tensor,
-        grid: Grid,
-        chunk_starts: Sequence[int] | None,
-        frame_valid: Tensor | None,
-        state: GDNState | None,
-        partition: FramePartition | None,
-    ) -> Clip:
+    def _clip(self, *call: Any) -> Clip:
         """Check every argument, before anything is computed or sent. An error of one rank is an error on all."""
         context = self.context
         if context is None or context.is_trivial:
-            return self._checked(x, grid, chunk_starts, frame_valid, state, partition)
+            return self._checked(*call)
         try:
-            return self._checked(x, grid, chunk_starts, frame_valid, state, partition)
+            return self._checked(*call)
         except (ValueError, TypeError, RuntimeError) as error:
             first = "halo_exchange" if self.config.conv_size > 1 else "cp_frame_gdn"
             raise_on_all_ranks(error, first, context, self.proj.weight.device)
@@ -273,6 +270,7 @@ class FrameGDNBlock(ContextParallelModule):
     def _check_state(
         self, state: GDNState, x: Tensor, grid: Grid, valid: Tensor | None, partition: FramePartition | None
     ) -> None:
+        """Check that a state may be given, and everything about it but its camera part."""
         self._require_stream()
         if valid is not None:
             raise NotImplementedError("state together with frame_valid is not supported: pass valid frames only")
@@ -282,6 +280,9 @@ class FrameGDNBlock(ContextParallelModule):
         wide = torch.float64 if self.qkv.weight.dtype == torch.float64 else torch.float32
         check_state(state, x.shape[0], config.heads, config.head_dim, wide, x)
         check_tails("state.conv", state.conv, self._tails_used(), self._tail_shape(x.shape[0], grid[1] * grid[2]), x)
+        self._check_camera_state(state, x, grid)
+
+    def _check_camera_state(self, state: GDNState, x: Tensor, grid: Grid) -> None:
         if state.camera is not None:
             raise ValueError(f"state.camera must be None for {type(self).__name__}, which has no camera branch")
 
@@ -299,59 +300,37 @@ class FrameGDNBlock(ContextParallelModule):
     def _tail_shape(self, batch: int, tokens: int) -> tuple[int, int, int, int]:
         return batch, max(self.config.conv_size - 1, 0), tokens, self.config.dim
 
+    def _gates(self, x: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """Return write strength ``[B, H, F, S]`` and decay ``[B, H, F]``."""
+        return (
+            write_strength(x, self.beta_proj.weight, self.beta_proj.bias, clip.grid),
+            frame_decay(x, self.gate_proj.weight, self.gate_proj.bias, self.A_log, self.dt_bias, clip.grid),
+        )
+
+    def _project_qkv(self, x: Tensor, clip: Clip) -> Tensor:
+        """Return q, k and v of all tokens, ``[B, N, 3C]``; zeros in invalid frames."""
+        qkv: Tensor = self.qkv(x)
+        return qkv if self.qkv.bias is None else mask_tokens(qkv, clip)
+
     def _convolve(self, qkv: Tensor, clip: Clip) -> tuple[Tensor, ConvTails]:
-        """Convolve what the configuration says, ``[B, N, 3C]`` to ``[B, N, 3, H, D]``; one exchange for all of it.
-
-        Also returns the tails of a stream, None without one.
-        """
+        """Convolve what the configuration says, ``[B, N, 3C]`` to ``[B, N, 3, H, D]``; also the tails of a stream."""
         batch, tokens, _ = qkv.shape
-        heads, width = self.config.heads, self.config.head_dim
-        frames, rows, columns = clip.grid
-        layers = {i: layer for i, layer in enumerate(self._convolutions()) if layer is not None}
-        tails: list[Tensor | None] = [None, None, None]
-        if layers:
-            parts = list(qkv.reshape(batch, frames, rows * columns, 3, self.config.dim).unbind(3))
-            if clip.state is None:
-                extended, window = self._with_halo([parts[i] for i in layers], clip)
-            else:
-                extended, window = self._with_tails([parts[i] for i in layers], clip)
-            for (i, layer), part in zip(layers.items(), extended, strict=True):
-                parts[i] = layer(part, window)
-                if clip.state is not None:
-                    tails[i] = next_tail(part, self.config.conv_size - 1)
-            qkv = torch.stack(parts, 3)
-        return qkv.reshape(batch, tokens, 3, heads, width), (tails[0], tails[1], tails[2])
+        layers = self._convolutions()
+        tails: Sequence[Tensor | None] | None = clip.state.conv if clip.state is not None else None
+        if any(layer is not None for layer in layers):
+            parts = qkv.reshape(batch, clip.grid[0], clip.grid[1] * clip.grid[2], 3, self.config.dim).unbind(3)
+            convolved, tails = convolve_clip(parts, layers, tails, clip, self.direction.reads_future)
+            qkv = torch.stack(convolved, 3)
+        tails = tails or (None, None, None)
+        return qkv.reshape(batch, tokens, 3, self.config.heads, self.config.head_dim), (tails[0], tails[1], tails[2])
 
-    def _with_tails(self, parts: Sequence[Tensor], clip: Clip) -> tuple[Sequence[Tensor], ConvWindow]:
-        """Put the tails of a stream before tensors ``[B, F, S, C]``. A call ends with a chunk: nothing follows."""
-        assert clip.state is not None
-        given = [tail for tail in clip.state.conv if tail is not None]
-        joined = [torch.cat([tail.to(part.dtype), part], 1) for tail, part in zip(given, parts, strict=True)]
-        reach, ahead = self.config.conv_size - 1, self.direction.reads_future
-        seen = None
-        if ahead and clip.chunk_starts:
-            seen = same_chunk(clip.chunk_starts, 0, clip.grid[0], reach, parts[0].device)
-        return joined, ConvWindow(reach, 0, ahead, seen)
-
-    def _with_halo(self, parts: Sequence[Tensor], clip: Clip) -> tuple[Sequence[Tensor], ConvWindow]:
-        """Extend tensors ``[B, F, S, C]`` by the frames of other ranks that their convolutions read."""
-        reach, ahead, shard = self.config.conv_size - 1, self.direction.reads_future, clip.shard
-        before, after = (reach, reach if ahead else 0) if shard.context is not None else (0, 0)
-        if shard.context is not None and shard.partition is not None and reach:
-            joined = halo_exchange(torch.cat(list(parts), -1), before, after, 1, shard.context, shard.partition)
-            parts = joined.chunk(len(parts), -1)
-        if not shard.frames:
-            before = after = 0  # a rank without frames serves halos and has none
-        seen = None
-        if ahead and clip.chunk_starts:
-            seen = same_chunk(clip.chunk_starts, shard.first, shard.frames, reach, parts[0].device)
-        return parts, ConvWindow(before, after, ahead, seen)
-
-    def _mix(self, qkv: Tensor, beta: Tensor, decay: Tensor, clip: Clip) -> tuple[Tensor, FrameState | None]:
+    def _mix(
+        self, qkv: Tensor, beta: Tensor, decay: Tensor, clip: Clip, rope: RotaryTables | None
+    ) -> tuple[Tensor, FrameState | None]:
         """Run the recurrence, here or over the ranks; ``[B, N, H, D]``, and the final state of a stream."""
         config, shard = self.config, clip.shard
         options: dict[str, Any] = {
-            "rope": self._rotation(clip, qkv.device),
+            "rope": rope,
             "q_norm_weight": None if self.q_norm is None else self.q_norm.weight,
             "k_norm_weight": None if self.k_norm is None else self.k_norm.weight,
             "k_scale": key_scale(config.key_scale, config.head_dim, clip.grid),

@@ -93,6 +93,34 @@ class FrameGDNConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CameraGDNConfig(FrameGDNConfig):
+    """What `CameraFrameGDN`, `CameraBidirectionalGDN` and `CameraChunkCausalGDN` are made from.
+
+    All fields of `FrameGDNConfig`, which hold for both branches, and one more. D = dim / heads must be a multiple of 8.
+
+    Attributes:
+        patch_size: (p_t, p_h, p_w), pixels of a token in the image that the intrinsics of a camera are for.
+
+    Raises:
+        ValueError: A value is not allowed; the message lists what is.
+        TypeError: A value is of the wrong Python type, or a field does not exist.
+
+    Example:
+        >>> CameraGDNConfig(dim=64, heads=2).patch_size
+        (1, 1, 1)
+    """
+
+    patch_size: tuple[int, int, int] = (1, 1, 1)
+
+    def __post_init__(self) -> None:
+        """Check every field, and store options under their full names."""
+        super().__post_init__()
+        if self.head_dim % 8:
+            raise ValueError(f"D = dim / heads must be a multiple of 8 with a camera branch, got {self.head_dim}")
+        self._store("patch_size", check_patch_size(self.patch_size))
+
+
+@dataclasses.dataclass(frozen=True)
 class GatedDeltaProductConfig:
     """What `GatedDeltaProduct` is made from; defaults are those of the layer of flash-linear-attention.
 
@@ -188,3 +216,16 @@ def require_option(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise TypeError(f"{name} must be a str, got {type(value).__name__}")
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(repr(x) for x in allowed)}, got {value!r}")
+
+
+def check_patch_size(value: object) -> tuple[int, int, int]:
+    """Return ``value`` as a tuple; TypeError unless it is three ints, ValueError unless all are at least 1."""
+    if (
+        not isinstance(value, tuple | list)
+        or len(value) != 3
+        or any(isinstance(size, bool) or not isinstance(size, int) for size in value)
+    ):
+        raise TypeError(f"patch_size must be three ints (p_t, p_h, p_w), got {value!r}")
+    if min(value) < 1:
+        raise ValueError(f"patch_size must be three sizes >= 1, got {tuple(value)}")
+    return value[0], value[1], value[2]

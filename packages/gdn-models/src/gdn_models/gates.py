@@ -43,6 +43,16 @@ def write_strength(x: Tensor, weight: Tensor, bias: Tensor, grid: Grid) -> Tenso
     return logits.sigmoid().reshape(x.shape[0], frames, rows * columns, weight.shape[0]).permute(0, 3, 1, 2)
 
 
+def discounted_strength(beta: Tensor, inflation: Tensor) -> Tensor:
+    """Return ``beta / max(inflation, 1)``: as much less as the ray transforms lengthened a frame's keys.
+
+    Args:
+        beta: ``[B, H, F, S]``.
+        inflation: ``[B, H, F]``; gets no gradient where it is at most 1.
+    """
+    return beta / torch.where(inflation > 1, inflation, 1.0)[..., None]
+
+
 def frame_decay(x: Tensor, weight: Tensor, bias: Tensor, A_log: Tensor, dt_bias: Tensor, grid: Grid) -> Tensor:
     """Return ``decay = exp(-exp(A_log) softplus(mean_s(x) weight' + bias + dt_bias))``, what remains of the past.
 

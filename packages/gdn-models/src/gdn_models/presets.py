@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 from gdn_models.block import FrameGDNBlock
+from gdn_models.camera import CameraBidirectionalGDN, CameraChunkCausalGDN
 from gdn_models.chunks import chunk_schedule
 from gdn_models.config import FrameGDNConfig
 from gdn_models.frame_gdn import BidirectionalGDN, ChunkCausalGDN
-
-_NEED_CAMERA = ("sana_wm_720p", "sana_wm_720p_chunk", "sana_wm_stream")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +56,24 @@ class Preset:
 def _preset(
     name: str, block: type[FrameGDNBlock], dim: int, heads: int, spatial: tuple[int, int], *frames: int, **chunks: Any
 ) -> Preset:
-    return Preset(name, block, FrameGDNConfig(dim=dim, heads=heads), spatial, frames, **chunks)
+    return Preset(name, block, block.config_kind(dim=dim, heads=heads), spatial, frames, **chunks)
 
 
 PRESETS = {
     preset.name: preset
     for preset in (
+        _preset("sana_wm_720p", CameraBidirectionalGDN, 2240, 20, (22, 40), 121),
+        _preset(
+            "sana_wm_720p_chunk",
+            CameraChunkCausalGDN,
+            2240,
+            20,
+            (22, 40),
+            121,
+            chunk_size=3,
+            chunk_mode="first_plus_one",
+        ),
+        _preset("sana_wm_stream", CameraChunkCausalGDN, 2240, 20, (22, 40), 4, 3),
         _preset("sana_v2v_stream", ChunkCausalGDN, 2240, 20, (22, 40), 4, 3),
         _preset("wide_d128", BidirectionalGDN, 2560, 20, (22, 40), 11),
         _preset("tiny", ChunkCausalGDN, 64, 2, (2, 2), 6, chunk_size=3),
@@ -75,11 +86,12 @@ def preset(name: str) -> Preset:
 
     ``"sana_v2v_stream"``: the linear blocks of SANA-Streaming's video-to-video model (NVlabs/Sana), one chunk per call,
     4 frames and then 3 (its softmax blocks are the model's own). ``"wide_d128"``: heads of 128 channels, a power of
-    two. ``"tiny"``: for tests on a CPU.
+    two. ``"sana_wm_720p"``, ``"sana_wm_720p_chunk"`` and ``"sana_wm_stream"``: the linear blocks of SANA-WM, which take
+    cameras, for clips of 121 frames read both ways or in chunks of 3, and for one chunk per call. ``"tiny"``: for tests
+    on a CPU.
 
     Raises:
         ValueError: There is no preset of this name; the message lists what there is.
-        NotImplementedError: A published model with a camera branch, which this release does not have.
 
     Example:
         >>> tiny = preset("tiny")
@@ -87,8 +99,6 @@ def preset(name: str) -> Preset:
         >>> tiny.make()(x, tiny.grid(), chunk_starts=tiny.chunk_starts(6)).shape
         torch.Size([1, 24, 64])
     """
-    if name in _NEED_CAMERA:
-        raise NotImplementedError(f"preset {name!r} has a camera branch, which is not in this release")
     if name not in PRESETS:
         raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
     return PRESETS[name]
