@@ -3,8 +3,8 @@
     python tools/gpu_suite.py out                        # everything, results and logs under out/
     python tools/gpu_suite.py out --tests "cp and bfloat16" --no-benchmarks
 
-Tests run first, several processes at once, because compiling kernels takes longer than running them; benchmarks run
-after that, one at a time. Exit status 1 if anything failed or ran out of time.
+Tests run first, a process for every few of them and a process per core at once, because compiling kernels takes longer
+than running them; benchmarks run after that, one at a time. Exit status 1 if anything failed or ran out of time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gdn-kernels", "gdn-cp", "gdn-models")
+SHARE = 5  # tests of one process: neighbours use the same kernels
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
 class Job(NamedTuple):
@@ -46,17 +48,30 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "2", **settings}
 
 
-def test_jobs(expression: str | None, limit: float) -> list[Job]:
-    """Return a job for every file of GPU tests; ``expression`` goes to ``pytest -k``."""
+def tests_of(path: Path, expression: str | None) -> list[str]:
+    """Return the tests of a file that would run, by name; the file itself if they cannot be told apart."""
     chosen = ("-k", expression) if expression else ()
-    return [
-        Job(
-            f"{package}-{path.stem}",
-            (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *chosen, str(path)),
-            limit,
-        )
+    found = subprocess.run(
+        (*PYTEST, "--collect-only", "-m", "gpu", *chosen, str(path)),
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    tests = [line for line in found.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", " "))]
+    return tests if found.returncode == 0 else [str(path)]
+
+
+def test_jobs(expression: str | None, limit: float) -> list[Job]:
+    """Return jobs of a few GPU tests each; ``expression`` goes to ``pytest -k``."""
+    files = [
+        (package, path)
         for package in PACKAGES
         for path in sorted((ROOT / "packages" / package / "tests" / "gpu").glob("test_*.py"))
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        collected = pool.map(lambda file: tests_of(file[1], expression), files)
+    return [
+        Job(f"{package}-{path.stem}-{number}", (*PYTEST, *tests[begin : begin + SHARE]), limit)
+        for (package, path), tests in zip(files, collected)
+        for number, begin in enumerate(range(0, len(tests), SHARE))
     ]
 
 
@@ -67,6 +82,7 @@ def benchmark_jobs(out: Path, limit: float) -> list[Job]:
         "operation": (kernels / "run.py", "--compare", "eager", "sdpa"),
         "stream": (kernels / "run.py", "stream_3", "stream_4", "--direction", "forward", "--state"),
         "context-parallel": (cp / "frame_gdn.py",),
+        "delta-product": (cp / "delta_product.py",),
     }
     return [
         Job(name, (sys.executable, str(script), *given, "--json", str(out / f"{name}.json")), limit)
@@ -105,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     jobs = test_jobs(options.tests, options.limit)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda job: run(job, options.out), jobs))
     if not options.no_benchmarks:
         outcomes += [run(job, options.out) for job in benchmark_jobs(options.out.resolve(), options.limit)]

@@ -8,15 +8,28 @@ import gpu_suite
 import pytest
 
 
-def test_every_file_of_gpu_tests_is_a_job():
-    jobs = gpu_suite.test_jobs("bfloat16", 7.0)
+def test_every_file_of_gpu_tests_is_in_a_job():
+    jobs = gpu_suite.test_jobs(None, 7.0)
+    given = [argument.split("::")[0] for job in jobs for argument in job.command[len(gpu_suite.PYTEST) :]]
     files = sorted(gpu_suite.ROOT.glob("packages/*/tests/gpu/test_*.py"))
-    assert [job.command[-1] for job in sorted(jobs, key=lambda job: job.command[-1])] == [str(path) for path in files]
-    assert len(files) >= 4
+    assert len(files) >= 5
+    assert {gpu_suite.ROOT / name for name in given} == set(files)
     assert len({job.name for job in jobs}) == len(jobs)
-    for job in jobs:
-        assert job.limit == 7.0
-        assert job.command[-3:-1] == ("-k", "bfloat16")
+    assert {job.limit for job in jobs} == {7.0}
+
+
+def test_the_tests_of_a_file_are_shared_out(tmp_path, monkeypatch):
+    folder = tmp_path / "packages" / "gdn-cp" / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    cases = "import pytest\n\n\n@pytest.mark.gpu\n@pytest.mark.parametrize('x', range(11))\ndef test_{}(x): ...\n"
+    (folder / "test_some.py").write_text(cases.format("these") + cases.format("those"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: on a GPU\n")
+    monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
+    jobs = gpu_suite.test_jobs("these", 7.0)
+    given = [job.command[len(gpu_suite.PYTEST) :] for job in jobs]
+    path = "packages/gdn-cp/tests/gpu/test_some.py"
+    assert [len(tests) for tests in given] == [5, 5, 1]
+    assert [test for tests in given for test in tests] == [f"{path}::test_these[{x}]" for x in range(11)]
 
 
 def test_benchmarks_are_there_and_write_to_the_folder(tmp_path):

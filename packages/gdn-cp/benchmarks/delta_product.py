@@ -1,18 +1,18 @@
-"""The gated delta product on a context of one rank: forward and training step, in milliseconds.
+"""The gated delta product on a context of one rank beside FLA's own operation: forward and training step.
 
-    python delta_product.py                             # a CUDA device, bf16, the FLA backend, T = 32,768
+    python delta_product.py                             # a CUDA device, bf16, the FLA backend, T = 8,192 and 32,768
     python delta_product.py tiny --device cpu --dtype float32 --backend torch --json delta_product.json
 
-Times are medians of calls from Python. The same backend is held to the plain recurrence in fp64 first, in the same run,
-on fewer tokens of the same heads and widths: nothing is timed if it is wrong. FLA tunes its kernels at the first call,
-which takes minutes.
+Times are medians in milliseconds of calls from Python. The same backend is held to the plain recurrence in fp64 first,
+in the same run, on fewer tokens of the same heads and widths: nothing is timed if it is wrong. FLA tunes its kernels at
+the first call, which takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,15 @@ class Shape(NamedTuple):
     steps: int
 
 
-SHAPES = {"gdp_32768": Shape(32768, 200, 16, 16, 128, 128, 2), "tiny": Shape(40, 20, 2, 4, 8, 4, 3)}
+SHAPES = {
+    "gdp_8192": Shape(8192, 200, 16, 16, 128, 128, 2),
+    "gdp_32768": Shape(32768, 200, 16, 16, 128, 128, 2),
+    "three_steps": Shape(32768, 200, 16, 16, 128, 128, 3),
+    "narrow": Shape(32768, 200, 16, 16, 64, 64, 2),
+    "wide": Shape(32768, 200, 8, 8, 256, 256, 2),
+    "grouped": Shape(32768, 200, 8, 32, 128, 128, 2),
+    "tiny": Shape(40, 20, 2, 4, 8, 4, 3),
+}
 
 
 def draw(shape: Shape, tokens: int, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -70,6 +78,36 @@ def run(shape: Shape, leaves: Sequence[Tensor], backend: Any) -> Tensor:
         *leaves, None, shape.steps, shape.width**-0.5, None, backend, context=CPContext.single()
     )  # fmt: skip
     return output
+
+
+def steps_of_fla(shape: Shape, leaves: Sequence[Tensor], doutput: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return what FLA's own operation can run of the two steps: its backward refuses some versions of Triton."""
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+    heads = shape.value_heads // shape.heads
+
+    def forward() -> Tensor:
+        q, k, v, g, beta = leaves
+        if heads > 1:  # which it does not know
+            q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
+        output: Tensor = chunk_gated_delta_product(q, k, v, g, beta, shape.steps, shape.width**-0.5)[0]
+        return output
+
+    def fwd() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    def train() -> Any:
+        return torch.autograd.grad(forward(), leaves, doutput)
+
+    found: dict[str, Callable[[], Any]] = {"fla_fwd": fwd}
+    try:
+        train()
+    except RuntimeError as refused:
+        print(f"FLA's own training step is left out: {refused}")
+    else:
+        found["fla_train"] = train
+    return found
 
 
 def checked(shape: Shape, backend: Any, device: str, dtype: torch.dtype) -> dict[str, float]:
@@ -103,7 +141,10 @@ def measure(name: str, options: argparse.Namespace) -> Row:
     def train() -> Any:
         return torch.autograd.grad(run(shape, leaves, backend), leaves, doutput)
 
-    times = milliseconds({"fwd": forward, "train": train}, device, options.repeats)
+    calls: dict[str, Callable[[], Any]] = {"fwd": forward, "train": train}
+    if options.backend == "fla":
+        calls |= steps_of_fla(shape, leaves, doutput)
+    times = milliseconds(calls, device, options.repeats)
     row |= {f"{step}_ms": value for step, value in times.items()}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +160,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    return parse_shapes(parser, arguments, SHAPES, ["gdp_32768"])
+    return parse_shapes(parser, arguments, SHAPES, ["gdp_8192", "gdp_32768"])
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:

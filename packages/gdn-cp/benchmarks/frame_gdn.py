@@ -295,11 +295,11 @@ def waits_for_nothing(call: Callable[[], Any]) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, one column per shape."""
-    names = [key for key in rows[0] if key != "shape"]
+    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "shape"]
     lines = [["", *(row["shape"] for row in rows)]]
     for name in names:
         values = [row.get(name) for row in rows]
-        lines.append([name, *(f"{v:.3g}" if isinstance(v, float) else f"{v:,}" for v in values)])
+        lines.append([name, *(f"{v:.3g}" if isinstance(v, float) else "" if v is None else f"{v:,}" for v in values)])
     return aligned(lines)
 
 

@@ -17,16 +17,22 @@ from gdn_cp.delta_product import FLAGatedDeltaProductCPBackend, fla_functions, g
 
 def backend_with_few_configurations() -> FLAGatedDeltaProductCPBackend:
     """Return the backend, its kernels tuned over three or four configurations each: minutes less to compile."""
-    from triton.runtime.autotuner import Autotuner
-
     found = FLAGatedDeltaProductCPBackend()
     for module, _ in fla_functions._FUNCTIONS:
-        for kernel in vars(importlib.import_module(module)).values():
-            while kernel is not None and not isinstance(kernel, Autotuner):
-                kernel = getattr(kernel, "fn", None) if type(kernel).__module__.startswith(("triton", "fla")) else None
+        for held in vars(importlib.import_module(module)).values():
+            kernel = tuner(held)
             if kernel is not None and len(kernel.configs) > 4:
                 kernel.configs = kernel.configs[:: max(1, len(kernel.configs) // 3)]
     return found
+
+
+def tuner(kernel: Any) -> Any:
+    """Return the tuner of a kernel, which may be wrapped; None of anything else."""
+    from triton.runtime.autotuner import Autotuner
+
+    while kernel is not None and not isinstance(kernel, Autotuner):
+        kernel = getattr(kernel, "fn", None) if type(kernel).__module__.startswith(("triton", "fla")) else None
+    return kernel
 
 
 def step(
