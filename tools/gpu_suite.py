@@ -42,8 +42,9 @@ class Outcome(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """Return an environment in which the packages come from the tree."""
-    path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in PACKAGES)
+    """Return an environment in which the packages come from the tree, before what the caller's path adds."""
+    sources = [str(ROOT / "packages" / package / "src") for package in PACKAGES]
+    path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return {**os.environ, "OMP_NUM_THREADS": "2", **settings}
 
