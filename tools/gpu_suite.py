@@ -4,7 +4,8 @@
     python tools/gpu_suite.py out --tests "cp and bfloat16" --no-benchmarks
 
 Tests run first, a process for every few of them and a process per core at once, because compiling kernels takes longer
-than running them; benchmarks run after that, one at a time. Exit status 1 if anything failed or ran out of time.
+than running them; then, one at a time, the tests that need most of the GPU's memory, and the benchmarks. Exit status 1
+if anything failed or ran out of time.
 """
 
 from __future__ import annotations
@@ -49,28 +50,32 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "2", **settings}
 
 
-def tests_of(path: Path, expression: str | None) -> list[str]:
+def tests_of(path: Path, expression: str | None, marks: str) -> list[str]:
     """Return the tests of a file that would run, by name; the file itself if they cannot be told apart."""
     chosen = ("-k", expression) if expression else ()
     found = subprocess.run(
-        (*PYTEST, "--collect-only", "-m", "gpu", *chosen, str(path)),
+        (*PYTEST, "--collect-only", "-m", marks, *chosen, str(path)),
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     tests = [line for line in found.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", " "))]
-    return tests if found.returncode == 0 else [str(path)]
+    return tests if found.returncode == 0 or "deselected" in found.stdout else [str(path)]
 
 
-def test_jobs(expression: str | None, limit: float) -> list[Job]:
-    """Return jobs of a few GPU tests each; ``expression`` goes to ``pytest -k``."""
+def jobs_of_tests(expression: str | None, limit: float, alone: bool = False) -> list[Job]:
+    """Return jobs of a few GPU tests each, of those that must run alone or of the others.
+
+    ``expression`` goes to ``pytest -k``.
+    """
+    marks, name = ("whole_gpu", "alone-") if alone else ("gpu and not whole_gpu", "")
     files = [
         (package, path)
         for package in PACKAGES
         for path in sorted((ROOT / "packages" / package / "tests" / "gpu").glob("test_*.py"))
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        collected = pool.map(lambda file: tests_of(file[1], expression), files)
+        collected = pool.map(lambda file: tests_of(file[1], expression, marks), files)
     return [
-        Job(f"{package}-{path.stem}-{number}", (*PYTEST, *tests[begin : begin + SHARE]), limit)
+        Job(f"{name}{package}-{path.stem}-{number}", (*PYTEST, *tests[begin : begin + SHARE]), limit)
         for (package, path), tests in zip(files, collected)
         for number, begin in enumerate(range(0, len(tests), SHARE))
     ]
@@ -121,11 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that one job may take (%(default)s)")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    jobs = test_jobs(options.tests, options.limit)
+    jobs = jobs_of_tests(options.tests, options.limit)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda job: run(job, options.out), jobs))
+    singly = jobs_of_tests(options.tests, options.limit, alone=True)
     if not options.no_benchmarks:
-        outcomes += [run(job, options.out) for job in benchmark_jobs(options.out.resolve(), options.limit)]
+        singly += benchmark_jobs(options.out.resolve(), options.limit)
+    outcomes += [run(job, options.out) for job in singly]
     bad = [outcome.name for outcome in outcomes if failed(outcome)]
     print(f"failed: {', '.join(bad)}" if bad else "all passed")
     return 1 if bad else 0

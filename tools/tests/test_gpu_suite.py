@@ -9,7 +9,7 @@ import pytest
 
 
 def test_every_file_of_gpu_tests_is_in_a_job():
-    jobs = gpu_suite.test_jobs(None, 7.0)
+    jobs = gpu_suite.jobs_of_tests(None, 7.0)
     given = [argument.split("::")[0] for job in jobs for argument in job.command[len(gpu_suite.PYTEST) :]]
     files = sorted(gpu_suite.ROOT.glob("packages/*/tests/gpu/test_*.py"))
     assert len(files) >= 5
@@ -22,14 +22,18 @@ def test_the_tests_of_a_file_are_shared_out(tmp_path, monkeypatch):
     folder = tmp_path / "packages" / "gdn-cp" / "tests" / "gpu"
     folder.mkdir(parents=True)
     cases = "import pytest\n\n\n@pytest.mark.gpu\n@pytest.mark.parametrize('x', range(11))\ndef test_{}(x): ...\n"
-    (folder / "test_some.py").write_text(cases.format("these") + cases.format("those"))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: on a GPU\n")
+    large = "\n\n@pytest.mark.gpu\n@pytest.mark.whole_gpu\ndef test_large_these(): ...\n"
+    (folder / "test_some.py").write_text(cases.format("these") + cases.format("those") + large)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: on a GPU\n    whole_gpu: on all of it\n")
     monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
-    jobs = gpu_suite.test_jobs("these", 7.0)
+    jobs = gpu_suite.jobs_of_tests("these", 7.0)
     given = [job.command[len(gpu_suite.PYTEST) :] for job in jobs]
     path = "packages/gdn-cp/tests/gpu/test_some.py"
     assert [len(tests) for tests in given] == [5, 5, 1]
     assert [test for tests in given for test in tests] == [f"{path}::test_these[{x}]" for x in range(11)]
+    (job,) = gpu_suite.jobs_of_tests(None, 7.0, alone=True)
+    assert job.command[len(gpu_suite.PYTEST) :] == (f"{path}::test_large_these",)
+    assert job.name == "alone-gdn-cp-test_some-0"
 
 
 def test_benchmarks_are_there_and_write_to_the_folder(tmp_path):
@@ -60,8 +64,8 @@ def test_no_tests_chosen_is_no_failure():
 def test_the_suite_says_what_failed(tmp_path, monkeypatch, capsys):
     commands = {"good": "pass", "bad": "raise SystemExit(1)"}
     jobs = [gpu_suite.Job(name, (sys.executable, "-c", program), 30.0) for name, program in commands.items()]
-    monkeypatch.setattr(gpu_suite, "test_jobs", lambda expression, limit: jobs)
+    monkeypatch.setattr(gpu_suite, "jobs_of_tests", lambda expression, limit, alone=False: [] if alone else jobs)
     assert gpu_suite.main([str(tmp_path / "out"), "--no-benchmarks"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "failed: bad"
-    monkeypatch.setattr(gpu_suite, "test_jobs", lambda expression, limit: jobs[:1])
+    monkeypatch.setattr(gpu_suite, "jobs_of_tests", lambda expression, limit, alone=False: [] if alone else jobs[:1])
     assert gpu_suite.main([str(tmp_path / "out"), "--no-benchmarks"]) == 0

@@ -126,7 +126,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, width, gated, id=f"{name}-{width}-{'gated' if gated else 'ungated'}")
 
 
-@pytest.mark.parametrize("name, width, gated", cases())
+@pytest.mark.parametrize("name, width, gated", list(cases()))
 def test_every_configuration_alone(name: str, width: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
