@@ -175,7 +175,8 @@ def test_config_refuses() -> None:
         ({"expand_v": 0.3}, ValueError, "expand_v must make head_dim"),
         ({"num_householder": 0}, ValueError, "num_householder must be >= 1, got 0"),
         ({"forget_gate": 1}, TypeError, "forget_gate must be a bool, got int"),
-        ({"impl": "cuda"}, ValueError, "impl must be one of"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'torch', 'fla', got 'cuda'"),
+        ({"backend": None}, TypeError, "backend must be a str, got NoneType"),
         ({"gate": True}, TypeError, "gate"),
     ]:
         with pytest.raises(kind, match=message):

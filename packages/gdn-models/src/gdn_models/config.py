@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gdn_cp.delta_product import BACKENDS
 from gdn_kernels import Impl, Precision, checks
 
 _Config = TypeVar("_Config")
@@ -136,7 +137,8 @@ class GatedDeltaProductConfig:
         output_gate: the output is multiplied by SiLU of a projection of the layer's input.
         allow_neg_eigval: write strengths lie in (0, 2), not (0, 1).
         norm_eps: added to the mean square in the norm of the output, >= 0.
-        impl: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: ``"torch"``; ``"fla"``, kernels of flash-linear-attention for 16 bits on a CUDA device, which need
+            ``pip install "gdn-models[fla]"``; or ``"auto"``, see `gdn_cp.delta_product.choose_backend`.
 
     Raises:
         ValueError: A value is not allowed; the message lists what is.
@@ -158,7 +160,7 @@ class GatedDeltaProductConfig:
     output_gate: bool = True
     allow_neg_eigval: bool = True
     norm_eps: float = 1e-5
-    impl: Impl | str = "auto"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         """Check every field, and store options under their full names."""
@@ -175,7 +177,7 @@ class GatedDeltaProductConfig:
         if self.head_dim * self.expand_v != self.value_dim:
             raise ValueError(f"expand_v must make head_dim * expand_v an integer, got {self.head_dim * self.expand_v}")
         checks.require_non_negative("norm_eps", self.norm_eps)
-        object.__setattr__(self, "impl", checks.as_impl(self.impl).value)
+        require_option("backend", self.backend, BACKENDS)
 
     @property
     def heads_of_values(self) -> int:

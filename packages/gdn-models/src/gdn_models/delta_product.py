@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gdn_cp import TokenPartition, halo_exchange
-from gdn_cp.delta_product.common import gdp_chunkwise_context_parallel
-from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
+from gdn_cp import CPContext, TokenPartition, halo_exchange
+from gdn_cp.delta_product import TorchGatedDeltaProductCPBackend, choose_backend, gdp_chunkwise_context_parallel
 from gdn_cp.partition import Partition
 from gdn_kernels import checks, gated_delta_product, l2_normalize
 from gdn_models.cache import DeltaProductState
@@ -177,7 +176,9 @@ class GatedDeltaProduct(ContextParallelModule):
         Raises:
             ValueError: A shape, dtype, device or value is wrong.
             TypeError: An argument is of the wrong Python type.
-            NotImplementedError: A state together with packed sequences, or under context parallelism.
+            NotImplementedError: A state together with packed sequences, or under context parallelism; or
+                ``backend="fla"`` and x is not of 16 bits on a CUDA device.
+            ImportError: ``backend="fla"``, and FLA or a function of it is missing.
             RuntimeError: Context and partition do not go together, ranks disagree, or an exchange did not complete.
 
         Communication: with a context of several ranks one halo exchange (if ``conv_size > 1``) and one exchange of
@@ -192,32 +193,36 @@ class GatedDeltaProduct(ContextParallelModule):
         k = l2_normalize(k.reshape(batch, rows, config.heads, config.head_dim))
         v = v.reshape(batch, rows, values, config.value_dim)
         beta, g = self._write_strength(x).reshape(batch, rows, values), self._log_decay(x)
-        if shard.context is not None:
-            return self._project(x, self._over_ranks(q, k, v, g, beta, cu_seqlens, shard))
-        result = gated_delta_product(
-            q, k, v, beta, g, num_householder=config.num_householder,
-            initial_state=None if state is None else state.recurrent, output_final_state=state is not None,
-            cu_seqlens=cu_seqlens, impl=config.impl,
-        )  # fmt: skip
-        y = self._project(x, result.output)
+        output, final = self._mix(q, k, v, g, beta, cu_seqlens, state, shard)
+        y = self._project(x, output)
         if state is None:
             return y
-        assert result.final_state is not None
-        return y, DeltaProductState(result.final_state, tails)
+        assert final is not None
+        return y, DeltaProductState(final, tails)
 
-    def _over_ranks(
+    def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, cu_seqlens: Sequence[int] | None,
-        shard: Shard,
-    ) -> Tensor:  # fmt: skip
-        context, partition = shard.context, shard.partition
-        assert context is not None
-        metadata = None if cu_seqlens is None else partition.packed(tuple(cu_seqlens), context.rank, q.device)
-        backend: Any = TorchGatedDeltaProductCPBackend()
-        output: Tensor = gdp_chunkwise_context_parallel(
-            q, k, v, g, beta, None, self.config.num_householder, self.config.head_dim**-0.5, None, backend,
-            metadata=metadata, context=context,
+        state: DeltaProductState | None, shard: Shard,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Run the operation; also the state after the last token, if there was one before the first."""
+        steps, keep = self.config.num_householder, state is not None
+        initial = None if state is None else state.recurrent
+        backend: Any = choose_backend(self.config.backend, q)
+        if shard.context is None and isinstance(backend, TorchGatedDeltaProductCPBackend):
+            return gated_delta_product(
+                q, k, v, beta, g, num_householder=steps, initial_state=initial, output_final_state=keep,
+                cu_seqlens=cu_seqlens, impl="torch",
+            )  # fmt: skip
+        context = CPContext.single() if shard.context is None else shard.context
+        metadata = None
+        if cu_seqlens is not None:
+            partition = TokenPartition((q.shape[1],)) if shard.context is None else shard.partition
+            metadata = partition.packed(tuple(cu_seqlens), context.rank, q.device)
+        found: Any = gdp_chunkwise_context_parallel(
+            q, k, v, g, beta, None, steps, self.config.head_dim**-0.5, None, backend,
+            metadata=metadata, context=context, initial_state=initial, output_final_state=keep,
         )  # fmt: skip
-        return output
+        return found if keep else (found, None)
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that an optimiser should not decay."""

@@ -1,0 +1,54 @@
+"""Which backend runs a gated delta product: the one that is named, or the fastest that can."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from gdn_cp.delta_product.fla import DTYPES, FLAGatedDeltaProductCPBackend
+from gdn_cp.delta_product.fla_functions import WIDEST_KEY
+from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
+
+BACKENDS = ("auto", "torch", "fla")
+Backend = FLAGatedDeltaProductCPBackend | TorchGatedDeltaProductCPBackend
+
+
+def choose_backend(name: str, q: Tensor) -> Backend:
+    """Return a backend by name.
+
+    Args:
+        name: ``"torch"``, ``"fla"``, or ``"auto"``: FLA's kernels for bf16 and fp16 on a CUDA device with K up to 256,
+            if all that the backend calls can be imported, else torch. Only ``"auto"`` ever looks for another.
+        q: the queries, ``[B, T, H, K]``. Ranks must agree: their dtype and K are the same, the packages must be.
+
+    Returns:
+        Backend: the backend, which holds no state.
+
+    Raises:
+        TypeError: ``name`` is no str.
+        ValueError: No backend has this name.
+        ImportError: ``"fla"``, and FLA or a function of it is missing.
+
+    Example:
+        >>> import torch
+        >>> type(choose_backend("auto", torch.rand(1, 4, 2, 8))).__name__
+        'TorchGatedDeltaProductCPBackend'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a str, got {type(name).__name__}")
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    if name == "fla":
+        return FLAGatedDeltaProductCPBackend()
+    if name == "auto" and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= WIDEST_KEY:
+        return _fastest()
+    return TorchGatedDeltaProductCPBackend()
+
+
+@functools.cache
+def _fastest() -> Backend:
+    try:
+        return FLAGatedDeltaProductCPBackend()
+    except ImportError:
+        return TorchGatedDeltaProductCPBackend()
