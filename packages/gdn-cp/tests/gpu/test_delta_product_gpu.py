@@ -43,6 +43,8 @@ SHARES = [
     Share((130, 70, 50), steps=3, heads=(2, 4), widths=(128, 128), strength=1.0),
     Share((90, 30, 80), (60, 140), steps=2, heads=(2, 2), widths=(80, 128), strength=1.0, states=False),
     Share((100, 20, 80), steps=1, heads=(2, 2), widths=(80, 128), strength=1.0, gated=False),
+    Share((60, 90), steps=3, heads=(1, 2), widths=(32, 32), strength=1.0),
+    Share((70, 60), (90, 40), steps=2, heads=(1, 1), widths=(256, 256), strength=1.0),
 ]
 
 
