@@ -55,7 +55,7 @@ SHAPES = {
 }
 
 
-def draw(shape: Shape, tokens: int, device: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def draw(shape: Shape, tokens: int, device: torch.device | str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Return q, k, v, g and beta as leaves, and a gradient of the output."""
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -72,10 +72,10 @@ def draw(shape: Shape, tokens: int, device: str, dtype: torch.dtype) -> tuple[li
     return [x.requires_grad_() for x in leaves], normal(1, tokens, heads, shape.value_width).to(dtype)
 
 
-def run(shape: Shape, leaves: Sequence[Tensor], backend: Any) -> Tensor:
-    """Run the operation over a context of one rank."""
+def run(shape: Shape, leaves: Sequence[Tensor], backend: Any, context: CPContext | None = None) -> Tensor:
+    """Run the operation over a context, of one rank if None."""
     output: Tensor = gdp_chunkwise_context_parallel(
-        *leaves, None, shape.steps, shape.width**-0.5, None, backend, context=CPContext.single()
+        *leaves, None, shape.steps, shape.width**-0.5, None, backend, context=context or CPContext.single()
     )  # fmt: skip
     return output
 

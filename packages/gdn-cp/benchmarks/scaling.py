@@ -1,8 +1,9 @@
-"""How a training step of `cp_frame_gdn` scales over ranks: frames per rank fixed, then frames in total fixed.
+"""How a training step scales over ranks: per rank a fixed number of frames (or tokens), then a fixed number in total.
 
     python scaling.py                                   # every CUDA device, NCCL, the shapes that figures are for
     python scaling.py tiny --device cpu --ranks 2       # gloo, to see it work
 
+Shapes of frames run `cp_frame_gdn` on every schedule, shapes of tokens the gated delta product, which only gathers.
 Columns are milliseconds, medians. ``alone``: the local operation on as many frames as the busiest rank has. ``step``:
 over the ranks. ``exchange``: the two exchanges of a step alone, forward and backward. ``exposed``: what of it is not
 hidden, the step less the same step whose exchanges find their buffers there. ``efficiency``: alone / step.
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,10 +28,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from delta_product import SHAPES as TOKEN_SHAPES
+from delta_product import Shape as TokenShape
+from delta_product import draw as draw_tokens
+from delta_product import run as run_tokens
 from torch import Tensor
 
 from gdn_cp import CPContext, FramePartition, collectives, cp_frame_gdn
 from gdn_cp.cost_model import SCHEDULES, Link, measure_link, message_bytes, predict
+from gdn_cp.delta_product import choose_backend
 from gdn_kernels import frame_gdn
 
 sys.path.append(str(Path(__file__).parents[2] / "gdn-kernels" / "benchmarks"))  # what the runners share
@@ -50,27 +56,29 @@ class Shape(NamedTuple):
     width: int
 
 
-SHAPES = {
+FRAMES = {
     "wm_61": Shape(61, 121, 880, 20, 112),
     "wm_121": Shape(121, 242, 880, 20, 112),
     "tiny": Shape(3, 5, 4, 2, 16),
 }
+TOKENS = {"gdp_32768": TOKEN_SHAPES["gdp_32768"], "tiny_tokens": TOKEN_SHAPES["tiny"]}
+SHAPES = (*FRAMES, *TOKENS)
 
 
-def draw(frames: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def draw(count: int, shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Return qkv, beta and decay of some frames, leaves, and a gradient of the output."""
-    generator = torch.Generator(device=device).manual_seed(frames)
+    generator = torch.Generator(device=device).manual_seed(count)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    tokens = frames * shape.spatial
+    length = count * shape.spatial
     leaves = [
-        normal(1, tokens, 3, shape.heads, shape.width).to(dtype),
-        torch.sigmoid(normal(1, shape.heads, frames, shape.spatial) + 2),
-        torch.sigmoid(normal(1, shape.heads, frames) + 3),
+        normal(1, length, 3, shape.heads, shape.width).to(dtype),
+        torch.sigmoid(normal(1, shape.heads, count, shape.spatial) + 2),
+        torch.sigmoid(normal(1, shape.heads, count) + 3),
     ]
-    return [x.requires_grad_() for x in leaves], normal(1, tokens, shape.heads, shape.width).to(dtype)
+    return [x.requires_grad_() for x in leaves], normal(1, length, shape.heads, shape.width).to(dtype)
 
 
 def median(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -94,14 +102,19 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(
-    name: str, fixed: str, schedule: str, context: CPContext, link: Link, device: torch.device, dtype: torch.dtype,
-    repeats: int,
-) -> Row:  # fmt: skip
-    """Time one shape on one schedule."""
-    shape, size = SHAPES[name], context.size
+class Work(NamedTuple):
+    """A rank's training step, the same alone, the bytes of its exchanges, and their time by the cost model."""
+
+    step: Callable[[], Any]
+    alone: Callable[[], Any]
+    messages: tuple[int, ...]
+    predicted: float
+
+
+def frames(shape: Shape, fixed: str, context: CPContext, link: Link, device: torch.device, dtype: torch.dtype) -> Work:
+    """Return the work of a rank that has frames of a clip."""
+    size, schedule = context.size, context.schedule
     partition = FramePartition.even(shape.per_rank * size if fixed == "per rank" else shape.total, size)
-    context = context.replace(schedule=schedule)
     leaves, doutput = draw(partition.counts[context.rank], shape, device, dtype)
     busiest, dbusiest = draw(max(partition.counts), shape, device, dtype)
     options: dict[str, Any] = {"direction": "bidirectional", "k_scale": (shape.width * shape.spatial) ** -0.5}
@@ -114,21 +127,59 @@ def measure(
         return torch.autograd.grad(frame_gdn(*busiest, **options).output, busiest, dbusiest)
 
     transition, state = message_bytes(shape.width, shape.heads)
-    flat = [torch.zeros(n // 4, device=device) for n in (transition + 2 * state, 2 * state)]
+    predicted = sum(predict(schedule, size, sent, state, link, directions=2) for sent in (transition, 0))
+    return Work(step, alone, (transition + 2 * state, 2 * state), 1e-3 * predicted)
+
+
+def tokens(shape: TokenShape, context: CPContext, link: Link, device: torch.device, dtype: torch.dtype) -> Work:
+    """Return the work of a rank that has tokens of a stream, as many as the others."""
+    leaves, doutput = draw_tokens(shape, shape.tokens, device, dtype)
+    backend = choose_backend("auto", leaves[0])
+
+    def step() -> Any:
+        return torch.autograd.grad(run_tokens(shape, leaves, backend, context), leaves, doutput)
+
+    def alone() -> Any:
+        return torch.autograd.grad(run_tokens(shape, leaves, backend), leaves, doutput)
+
+    square, state = (4 * shape.value_heads * shape.width * n for n in (shape.width, shape.value_width))
+    predicted = 2 * predict("all_gather", context.size, square, state, link, directions=1)
+    return Work(step, alone, (square + state,) * 2, 1e-3 * predicted)
+
+
+def measure(work: Work, context: CPContext, device: torch.device, repeats: int) -> Row:
+    """Time a rank's work; every rank calls this."""
+    gathers = context.schedule == "all_gather"
+    buffers = [torch.zeros(n // 4, device=device) for n in work.messages]
 
     def exchanges() -> None:
-        for buffer in flat:
+        for buffer in buffers:
             collectives.all_gather(buffer, context, "benchmark")
 
-    row: Row = {"shape": name, "fixed": fixed, "schedule": schedule, "ranks": size}
-    row["alone"], row["step"] = median(alone, device, repeats), median(step, device, repeats)
-    row["exchange"] = median(exchanges, device, repeats) if schedule == "all_gather" else None
+    alone, step = median(work.alone, device, repeats), median(work.step, device, repeats)
+    exchange = median(exchanges, device, repeats) if gathers else None
     with there_already():
-        row["exposed"] = row["step"] - median(step, device, repeats)
-    row["efficiency"] = row["alone"] / row["step"]
-    forward = predict(schedule, size, transition, state, link, directions=2)
-    row["predicted"] = 1e-3 * (forward + predict(schedule, size, 0, state, link, directions=2))
-    return row
+        exposed = step - median(work.step, device, repeats)
+    return {
+        "schedule": context.schedule, "ranks": context.size, "alone": alone, "step": step, "exchange": exchange,
+        "exposed": exposed, "efficiency": alone / step, "predicted": work.predicted,
+    }  # fmt: skip
+
+
+def rows_of(
+    name: str, context: CPContext, link: Link, device: torch.device, dtype: torch.dtype, repeats: int
+) -> Iterator[Row]:
+    """Yield the rows of a shape; every rank calls this."""
+    if name in TOKENS:
+        gather = context.replace(schedule="all_gather")
+        work = tokens(TOKENS[name], gather, link, device, dtype)
+        yield {"shape": name, "fixed": "per rank", **measure(work, gather, device, repeats)}
+        return
+    for fixed in ("per rank", "total"):
+        for schedule in SCHEDULES:
+            scheduled = context.replace(schedule=schedule)
+            work = frames(FRAMES[name], fixed, scheduled, link, device, dtype)
+            yield {"shape": name, "fixed": fixed, **measure(work, scheduled, device, repeats)}
 
 
 def there_already() -> Any:
@@ -163,12 +214,8 @@ def _rank(rank: int, size: int, folder: str, options: argparse.Namespace) -> Non
     )  # fmt: skip
     context = CPContext(dist.group.WORLD)
     link = measure_link(context, device)
-    rows = [
-        measure(name, fixed, schedule, context, link, device, getattr(torch, options.dtype), options.repeats)
-        for name in options.shapes
-        for fixed in ("per rank", "total")
-        for schedule in SCHEDULES
-    ]
+    dtype = getattr(torch, options.dtype)
+    rows = [row for name in options.shapes for row in rows_of(name, context, link, device, dtype, options.repeats)]
     if rank == 0:
         torch.save((rows, dataclasses.asdict(link)), Path(folder) / "found")
     dist.barrier()
@@ -209,7 +256,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
-    options = parse_shapes(parser, arguments, SHAPES, ("wm_61", "wm_121"))
+    options = parse_shapes(parser, arguments, SHAPES, ("wm_61", "wm_121", "gdp_32768"))
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     options.ranks = options.ranks or torch.cuda.device_count()
     if options.ranks < 2 or (options.device == "cuda" and options.ranks > torch.cuda.device_count()):

@@ -108,9 +108,11 @@ def test_it_draws(tmp_path):
 @pytest.mark.ranks
 def test_scaling_times_every_schedule_over_ranks(tmp_path, capsys):
     path = tmp_path / "scaling.json"
-    rows = scaling.main(["tiny", "--device", "cpu", "--ranks", "2", "--repeats", "1", "--json", str(path)])
-    assert [(row["fixed"], row["schedule"]) for row in rows] == [
-        (fixed, schedule) for fixed in ("per rank", "total") for schedule in ("all_gather", "chain", "doubling")
+    options = ["--device", "cpu", "--ranks", "2", "--repeats", "1", "--json", str(path)]
+    rows = scaling.main(["tiny", "tiny_tokens", *options])
+    assert [(row["shape"], row["fixed"], row["schedule"]) for row in rows] == [
+        *(("tiny", x, schedule) for x in ("per rank", "total") for schedule in ("all_gather", "chain", "doubling")),
+        ("tiny_tokens", "per rank", "all_gather"),
     ]
     for row in rows:
         assert row["step"] > 0
