@@ -81,6 +81,15 @@ def jobs_of_tests(expression: str | None, limit: float, alone: bool = False) -> 
     ]
 
 
+def devices() -> int:
+    """Return the number of CUDA devices."""
+    try:
+        import torch
+    except ImportError:
+        return 0
+    return torch.cuda.device_count()
+
+
 def benchmark_jobs(out: Path, limit: float) -> list[Job]:
     """Return the benchmarks that figures are quoted from; their JSON goes to ``out``."""
     kernels, cp = (ROOT / "packages" / package / "benchmarks" for package in ("gdn-kernels", "gdn-cp"))
@@ -90,6 +99,8 @@ def benchmark_jobs(out: Path, limit: float) -> list[Job]:
         "context-parallel": (cp / "frame_gdn.py",),
         "delta-product": (cp / "delta_product.py",),
     }
+    if devices() > 1:
+        commands["scaling"] = (cp / "scaling.py", "--png", str(out / "scaling.png"))
     return [
         Job(name, (sys.executable, str(script), *given, "--json", str(out / f"{name}.json")), limit)
         for name, (script, *given) in commands.items()

@@ -36,8 +36,13 @@ def test_the_tests_of_a_file_are_shared_out(tmp_path, monkeypatch):
     assert job.name == "alone-gdn-cp-test_some-0"
 
 
-def test_benchmarks_are_there_and_write_to_the_folder(tmp_path):
-    for job in gpu_suite.benchmark_jobs(tmp_path, 1.0):
+def test_benchmarks_are_there_and_write_to_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite, "devices", lambda: 1)
+    single = gpu_suite.benchmark_jobs(tmp_path, 1.0)
+    monkeypatch.setattr(gpu_suite, "devices", lambda: 2)
+    several = gpu_suite.benchmark_jobs(tmp_path, 1.0)
+    assert [job.name for job in several if job not in single] == ["scaling"]
+    for job in several:
         assert gpu_suite.Path(job.command[1]).is_file()
         assert job.command[-2:] == ("--json", str(tmp_path / f"{job.name}.json"))
 
