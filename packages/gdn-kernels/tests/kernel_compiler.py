@@ -135,8 +135,12 @@ def recorded(width: int, precision: str, row: int | None, limit: int) -> tuple[L
     with recording(launches.append), row_first(row or 0), _device_of(limit):
         output, _, _ = stages.apply(inputs, options, FrameBoundary(None, None, None, None))
         torch.autograd.grad(output, qkv, torch.randn_like(output))
-        transition = stages.summarize(inputs, options).transition_kv[None]
-        fold.fold(transition, transition, None, range(1), dropped=(0,))
+        summary_ = stages.summarize(inputs, options)
+        assert summary_.transition_z is not None
+        squares = (summary_.transition_kv[None], summary_.transition_z[None])
+        states = (squares[0], squares[1][..., 0].contiguous())
+        forward = fold.FoldLine(squares, states, (None, None), range(1), dropped=(0,))
+        fold.fold_lines([forward, forward._replace(transposed=True, starts=(states[0][0], states[1][0]))])
     unique = {launch.kernel.__name__: launch for launch in launches}
     return tuple(unique.values())
 
