@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from gdn_cp import passes, schedules
 from gdn_cp.context import CPContext
 from gdn_cp.passes import RankPlan
-from gdn_kernels.frame_gdn import stages
 from gdn_kernels.types import FrameBoundary, FrameInputs
 
 _INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
@@ -25,8 +24,7 @@ def run_forward(
 
     The latter: what the schedule keeps, four entry states, and what the local operation keeps.
     """
-    run = stages.begin(inputs, plan.options)
-    own = passes.publish(plan, run.summary, initial)
+    run, own = passes.begin(plan, inputs, initial)
     steps = schedules.enter(plan, own, initial)
     entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward", run.overlap)
     result, denominator, saved = run.finish(entry)
@@ -46,8 +44,8 @@ def run_backward(
     kept, entry = saved[0], FrameBoundary(*saved[1 : 1 + _ENTRY])
     assert kept is not None
     dresult, ddenominator, dkv, dz = gradients
-    adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved[1 + _ENTRY :])
-    own = passes.publish_backward(plan, adjoint.gamma, (dkv, dz), kept)
+    dresults, local = (dresult, ddenominator), saved[1 + _ENTRY :]
+    adjoint, own = passes.begin_backward(plan, inputs, entry, dresults, local, (dkv, dz), kept)
     steps = schedules.leave(plan, own, kept)
     exits, dinitial = schedules.over_ranks(steps, context, f"{op} backward", adjoint.overlap)
     return (*adjoint.finish(exits, needs), *dinitial)

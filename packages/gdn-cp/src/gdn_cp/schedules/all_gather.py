@@ -108,7 +108,9 @@ def _fold(plan: RankPlan, blocks: dict[str, Tensor], ways: list[_Way]) -> dict[t
     if plan.options.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.fold import FoldLine, fold_lines
 
-        found = fold_lines([FoldLine(e, h, x, way.order, way.transposed, drop) for way, e, h, x, drop in lines])
+        found: list[list[Tensor]] = fold_lines(
+            [FoldLine(e, h, x, way.order, way.transposed, drop) for way, e, h, x, drop in lines]
+        )
     else:
         found = [[_in_torch(way, *maps, drop) for maps in zip(e, h, x, strict=True)] for way, e, h, x, drop in lines]
     return {
