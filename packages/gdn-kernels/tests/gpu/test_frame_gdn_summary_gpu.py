@@ -140,5 +140,5 @@ def test_folds_of_both_streams_and_directions_are_right_and_repeat_their_bits(wi
                 factor = factors[r].double().mT if line.transposed else factors[r].double()
                 column = exact[-1][..., None] if x.ndim == 4 else exact[-1]
                 moved = (factor @ column).reshape(state.shape) if r not in line.dropped else 0
-                exact.append(moved + increments[r])
+                exact.append(moved + increments[r].double())
             assert relative_error(x, torch.stack(exact)) <= 2e-6

@@ -105,18 +105,18 @@ def _fold(plan: RankPlan, blocks: dict[str, Tensor], ways: list[_Way]) -> dict[t
             )
         starts = [way.starts.get(s) for s in plan.streams]
         lines.append((way, transitions, increments, starts, reset if way.kind == REVERSE else ()))
+    found: list[list[Sequence[Tensor]]]
     if plan.options.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.fold import FoldLine, fold_lines
 
-        found: list[list[Tensor]] = fold_lines(
-            [FoldLine(e, h, x, way.order, way.transposed, drop) for way, e, h, x, drop in lines]
-        )
+        states = fold_lines([FoldLine(e, h, x, way.order, way.transposed, drop) for way, e, h, x, drop in lines])
+        found = [[x.unbind(0) for x in of_line] for of_line in states]
     else:
         found = [[_in_torch(way, *maps, drop) for maps in zip(e, h, x, strict=True)] for way, e, h, x, drop in lines]
     return {
-        (way.kind, stream): states
+        (way.kind, stream): between
         for way, of_way in zip(ways, found, strict=True)
-        for stream, states in zip(plan.streams, of_way, strict=True)
+        for stream, between in zip(plan.streams, of_way, strict=True)
     }
 
 
