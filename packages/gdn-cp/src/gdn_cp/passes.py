@@ -15,7 +15,7 @@ from gdn_cp import affine
 from gdn_cp.affine import AffineMap
 from gdn_cp.wire import WireLayout
 from gdn_kernels.frame_gdn import stages
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 FORWARD, REVERSE, _TRANSITION, _FINAL = "forward", "reverse", "transition", "final"
 
@@ -146,12 +146,21 @@ def _after_initial(
     plan: RankPlan, blocks: dict[str, Tensor], initial: tuple[Tensor | None, Tensor | None]
 ) -> dict[str, Tensor]:
     """Return the forward increments of rank 0, by name, with the initial state folded in; nothing elsewhere."""
+    if plan.rank > 0 or not plan.has_initial:
+        return {}
+    given = {stream: x for stream, x in zip(plan.streams, initial, strict=False) if x is not None}
+    names = [f"forward_{stream}" for stream in given]
+    transitions, increments = [blocks[f"transition_{stream}"] for stream in given], [blocks[name] for name in names]
+    if plan.options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.fold import FoldLine, fold_lines
+
+        maps = [x[None] for x in transitions], [x[None] for x in increments]
+        (states,) = fold_lines([FoldLine(*maps, list(given.values()), range(1))])
+        return {name: x[1] for name, x in zip(names, states, strict=True)}
     found: dict[str, Tensor] = {}
-    if plan.rank == 0 and plan.has_initial:
-        for stream, state in zip(plan.streams, initial, strict=False):
-            if state is not None:
-                m = AffineMap(blocks[f"transition_{stream}"], _columns(blocks[f"forward_{stream}"], stream))
-                found[f"forward_{stream}"] = _shaped(affine.apply(m, _columns(state, stream)), stream)
+    for stream, name, transition, increment in zip(given, names, transitions, increments, strict=True):
+        m = AffineMap(transition, _columns(increment, stream))
+        found[name] = _shaped(affine.apply(m, _columns(given[stream], stream)), stream)
     return found
 
 

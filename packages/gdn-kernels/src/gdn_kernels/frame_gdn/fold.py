@@ -52,14 +52,17 @@ def _columns_of(e_ptr, o_row, k, D: tl.constexpr, TRANSPOSED: tl.constexpr, BLOC
 # holds all rows of a state as an accumulator; what it multiplies is read back from where it has just been written. The
 # first map from zero is a copy.
 #   e_ptr [P, B*H, D, D] fp32, se between maps     h_ptr [P, B*H, D, V] fp32, sh between maps     keep_ptr [P]
+#   se and sh in units of ALIGN elements: vector loads need that factor
 #   start_ptr [B*H, D, V] fp32, read if HAS_START   out_ptr [count + 1, B*H, D, V] fp32
 @triton.jit
 def _walk(
     e_ptr, h_ptr, start_ptr, keep_ptr, out_ptr, i_col, count, first, step, se, sh,
     D: tl.constexpr, V: tl.constexpr, HAS_START: tl.constexpr, HAS_KEEP: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     i_bh = tl.program_id(0).to(tl.int64)
+    se = se.to(tl.int64) * ALIGN
+    sh = sh.to(tl.int64) * ALIGN
     stride_out = tl.num_programs(0).to(tl.int64) * D * V
     o_row = tl.arange(0, BLOCK_D)
     o_v = i_col * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -84,18 +87,21 @@ def _walk(
         e_map = e_ptr + r * se
         state_ptr = out_ptr + t * stride_out
         total = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
+        products = tl.zeros((BLOCK_D, BLOCK_K), tl.float32)
         e = _columns_of(e_map, o_row, 0, D, TRANSPOSED, BLOCK_K)
         for k in tl.range(0, D, BLOCK_K, num_stages=1):
             following = _columns_of(e_map, o_row, k + BLOCK_K, D, TRANSPOSED, BLOCK_K)  # in flight during the product
             o_k = k + tl.arange(0, BLOCK_K)
             if V == 1:
                 x_k = tl.load(state_ptr + o_k, mask=o_k < D, other=0.0)
-                total += tl.sum(e * x_k[None, :], 1)[:, None]
+                products += e * x_k[None, :]
             else:
                 m_x = (o_k < D)[:, None] & (o_v < V)[None, :]
                 x_k = tl.load(state_ptr + o_k[:, None] * V + o_v[None, :], mask=m_x, other=0.0)
                 total = tl.dot(e, x_k, total, input_precision="ieee")  # this carries the memory of the clip
             e = following
+        if V == 1:
+            total = tl.sum(products, 1)[:, None]
         if HAS_KEEP:
             total = tl.where(tl.load(keep_ptr + r) > 0, total, 0.0)
         total += tl.load(h_ptr + r * sh + offsets, mask=mask, other=0.0)
@@ -107,18 +113,19 @@ def _walk_stream(
     e_ptr, ez_ptr, h_ptr, hz_ptr, start_ptr, start_z_ptr, keep_ptr, out_ptr, out_z_ptr, count, first, step,
     se, sez, sh, shz,
     D: tl.constexpr, V: tl.constexpr, HAS_START: tl.constexpr, HAS_START_Z: tl.constexpr, HAS_KEEP: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     i_col = tl.program_id(1)
     if i_col * BLOCK_V < V:
         _walk(
             e_ptr, h_ptr, start_ptr, keep_ptr, out_ptr, i_col, count, first, step, se, sh,
-            D, V, HAS_START, HAS_KEEP, TRANSPOSED, BLOCK_D, BLOCK_K, BLOCK_V,
+            D, V, HAS_START, HAS_KEEP, TRANSPOSED, ALIGN, BLOCK_D, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     else:
         _walk(
             ez_ptr, hz_ptr, start_z_ptr, keep_ptr, out_z_ptr, 0, count, first, step, sez, shz,
-            D, 1, HAS_START_Z, HAS_KEEP, TRANSPOSED, BLOCK_D, BLOCK_K, 1,
+            D, 1, HAS_START_Z, HAS_KEEP, TRANSPOSED, ALIGN, BLOCK_D, BLOCK_K, 1,
         )  # fmt: skip
 
 
@@ -135,19 +142,19 @@ def fold_kernel(
     D: tl.constexpr, V: tl.constexpr, HAS_SECOND: tl.constexpr,
     HAS_START_0: tl.constexpr, HAS_START_Z_0: tl.constexpr, HAS_KEEP_0: tl.constexpr, TRANSPOSED_0: tl.constexpr,
     HAS_START_1: tl.constexpr, HAS_START_Z_1: tl.constexpr, HAS_KEEP_1: tl.constexpr, TRANSPOSED_1: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
         _walk_stream(
             e_0_ptr, ez_0_ptr, h_0_ptr, hz_0_ptr, start_0_ptr, start_z_0_ptr, keep_0_ptr, out_0_ptr, out_z_0_ptr,
             count_0, first_0, step_0, se_0, sez_0, sh_0, shz_0,
-            D, V, HAS_START_0, HAS_START_Z_0, HAS_KEEP_0, TRANSPOSED_0, BLOCK_D, BLOCK_K, BLOCK_V,
+            D, V, HAS_START_0, HAS_START_Z_0, HAS_KEEP_0, TRANSPOSED_0, ALIGN, BLOCK_D, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     elif HAS_SECOND:
         _walk_stream(
             e_1_ptr, ez_1_ptr, h_1_ptr, hz_1_ptr, start_1_ptr, start_z_1_ptr, keep_1_ptr, out_1_ptr, out_z_1_ptr,
             count_1, first_1, step_1, se_1, sez_1, sh_1, shz_1,
-            D, V, HAS_START_1, HAS_START_Z_1, HAS_KEEP_1, TRANSPOSED_1, BLOCK_D, BLOCK_K, BLOCK_V,
+            D, V, HAS_START_1, HAS_START_Z_1, HAS_KEEP_1, TRANSPOSED_1, ALIGN, BLOCK_D, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
 
@@ -172,7 +179,8 @@ def fold_lines(lines: Sequence[FoldLine]) -> list[list[Tensor]]:
     columns = [1 if h.ndim == 4 else h.shape[4] for h in lines[0].increments]
     wide = max(columns) if max(columns) > 1 else 0
     pointers: list[Tensor] = []
-    scalars: list[int] = []
+    orders: list[list[int]] = []
+    strides: list[int] = []
     flags: dict[str, bool] = {}
     for i in range(2):
         line, out = lines[min(i, len(lines) - 1)], states[min(i, len(lines) - 1)]
@@ -186,18 +194,22 @@ def fold_lines(lines: Sequence[FoldLine]) -> list[list[Tensor]]:
         keep = keep_factors(line.dropped, len(line.transitions[0]), device)
         transitions, increments, starts, outs = streams
         pointers += [given(x, stand_in) for x in (*transitions, *increments, *starts, keep, *outs)]
-        scalars += [len(line.order), line.order.start, line.order.step]
-        scalars += [0 if x is None else x.stride(0) for x in (*transitions, *increments)]
+        orders.append([len(line.order), line.order.start, line.order.step])
+        strides += [0 if x is None else x.stride(0) for x in (*transitions, *increments)]
         flags |= {
             f"HAS_START_{i}": starts[0] is not None, f"HAS_START_Z_{i}": starts[1] is not None,
             f"HAS_KEEP_{i}": bool(line.dropped), f"TRANSPOSED_{i}": line.transposed,
         }  # fmt: skip
+    align = min(4, *(x & -x for x in strides if x)) if any(strides) else 4
     block_d = max(16, 1 << (width - 1).bit_length())
+    units = [x // align for x in strides]
+    scalars = (*orders[0], *units[:4], *orders[1], *units[4:])
     grid = (batch * heads, triton.cdiv(wide, _BLOCK_V) + (1 if 1 in columns else 0), len(lines))
     with device_guard(stand_in):
         fold_kernel[grid](
             *pointers, *scalars, D=width, V=wide, HAS_SECOND=len(lines) > 1, **flags,
-            BLOCK_D=block_d, BLOCK_K=min(32, block_d), BLOCK_V=_BLOCK_V, num_warps=8 if block_d > 64 else 4,
+            ALIGN=align, BLOCK_D=block_d, BLOCK_K=min(32, block_d), BLOCK_V=_BLOCK_V,
+            num_warps=8 if block_d > 128 else 4,
         )  # fmt: skip
     return states
 
