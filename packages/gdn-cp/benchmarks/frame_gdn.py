@@ -5,7 +5,12 @@
 
 Times are medians in milliseconds. ``eager`` is a call from Python, ``graph`` the replay of a captured CUDA graph. Every
 part is checked against the local operation, in the same run, before it is timed. The exchange itself is left out:
-buffers of the other ranks are there already.
+buffers of the other ranks are there already, and this rank writes into its slot.
+
+``part_*`` are the parts of the rank's step, each timed alone (a CUDA graph on a GPU): ``begin`` is all before the
+exchange and holds ``summary``, ``folds`` what turns the gathered buffers into entry states, ``finish`` the rest and
+holds the seeded ``scan``; ``back_*`` are their twins in the backward, ``back_sweep`` that of the scan. ``overlap`` is
+done while an exchange travels. ``launches_*`` counts kernels and copies of a step.
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ from torch import Tensor
 from gdn_cp import CPContext, FramePartition, cp_frame_gdn, cp_frame_gdn_scan, passes, schedules
 from gdn_cp.cost_model import as_link
 from gdn_cp.frame_gdn import make_plan
+from gdn_cp.schedules import Entered
 from gdn_cp.schedules.rounds import Steps
 from gdn_kernels import RotaryTables, frame_gdn, rotary_tables
 from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments
-from gdn_kernels.types import FrameBoundary, FrameInputs
+from gdn_kernels.types import FrameBoundary, FrameInputs, Impl
 
 sys.path.append(str(Path(__file__).parents[2] / "gdn-kernels" / "benchmarks"))  # what the runners share
 from measuring import aligned, captured, environment, parse_shapes, parser_of  # noqa: E402
@@ -124,33 +130,81 @@ class OneRank:
             as_link("nvlink"),
         )  # fmt: skip
         self.options, self.doutput = self.plan.options, doutput
-        own = passes.publish(self.plan, stages.begin(self.inputs, self.options).summary, (None, None))
+        self.needs = [x is not None and x.is_floating_point() for x in self.inputs[:8]] + [False] * 3
+        _, own = passes.begin(self.plan, self.inputs, (None, None))
         self.gathered = own.repeat(RANKS, 1)
         self.forward_bytes = own.numel() * own.element_size()
-        _, entry, kept, saved = self.forward()
-        adjoint = stages.adjoint(self.inputs, self.options, entry, doutput, None, saved)
-        back = passes.publish_backward(self.plan, adjoint.gamma, (None, None), kept)
+        _, back = self._begin_backward(*self.forward()[1:], None)
         self.gathered_back = back.repeat(RANKS, 1)
         self.backward_bytes = back.numel() * back.element_size()
 
+    def _begin(self) -> stages.Run:
+        return passes.begin(self.plan, self.inputs, (None, None), self.gathered[OWN])[0]
+
+    def _enter(self) -> Entered:
+        return arrive(schedules.enter(self.plan, self.gathered[OWN], (None, None)), self.gathered)
+
+    def _begin_backward(
+        self, entry: FrameBoundary, kept: Tensor, saved: tuple[Tensor | None, ...], own: Tensor | None
+    ) -> tuple[stages.Adjoint, Tensor]:
+        dresults = (self.doutput, None)
+        return passes.begin_backward(self.plan, self.inputs, entry, dresults, saved, (None, None), kept, own)
+
+    def _leave(self, kept: Tensor) -> FrameBoundary:
+        return arrive(schedules.leave(self.plan, self.gathered_back[OWN], kept), self.gathered_back).exits
+
     def forward(self) -> tuple[Tensor, FrameBoundary, Tensor, tuple[Tensor | None, ...]]:
         """Summary, own slot of the buffer, fold, seeded scan and read-out."""
-        run = stages.begin(self.inputs, self.options)
-        self.gathered[OWN] = passes.publish(self.plan, run.summary, (None, None))
+        run = self._begin()
         run.overlap()
-        entry, _, kept = arrive(schedules.enter(self.plan, self.gathered[OWN], (None, None)), self.gathered)
+        entry, _, kept = self._enter()
         result, _, saved = run.finish(entry)
         return result, entry, kept, saved
 
     def train(self) -> FrameInputs:
         """The forward, and both halves of the backward."""
         _, entry, kept, saved = self.forward()
-        adjoint = stages.adjoint(self.inputs, self.options, entry, self.doutput, None, saved)
-        own = passes.publish_backward(self.plan, adjoint.gamma, (None, None), kept)
-        self.gathered_back[OWN] = own
+        adjoint, _ = self._begin_backward(entry, kept, saved, self.gathered_back[OWN])
         adjoint.overlap()
-        exits, _ = arrive(schedules.leave(self.plan, own, kept), self.gathered_back)
-        return adjoint.finish(exits, [x is not None and x.is_floating_point() for x in self.inputs[:8]] + [False] * 3)
+        return adjoint.finish(self._leave(kept), self.needs)
+
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        """Return the parts of a step, each of which can be run again and again."""
+        run = self._begin()
+        run.overlap()
+        entry, _, kept = self._enter()
+        _, _, saved = run.finish(entry)
+        own = self.gathered_back[OWN]
+        adjoint, _ = self._begin_backward(entry, kept, saved, own)
+        adjoint.overlap()
+        exits = self._leave(kept)
+        found: dict[str, Callable[[], Any]] = {
+            "begin": self._begin, "folds": self._enter, "finish": lambda: run.finish(entry),
+            "back_begin": lambda: self._begin_backward(entry, kept, saved, own)[0],
+            "back_folds": lambda: self._leave(kept), "back_finish": lambda: adjoint.finish(exits, self.needs),
+        }  # fmt: skip
+        return found | (self._kernels(entry, exits, saved) if self.options.impl is Impl.TRITON else {})
+
+    def _kernels(
+        self, entry: FrameBoundary, exits: FrameBoundary, saved: tuple[Tensor | None, ...]
+    ) -> dict[str, Callable[[], Any]]:
+        """Return the launches inside the parts that are the rank's own, the scans, and what overlaps the exchange."""
+        from gdn_kernels.frame_gdn import triton_stages as triton
+
+        prepared = triton.prepare(self.inputs, self.options)
+        _, _, transitions = triton.write(prepared)
+        kept = triton.Saved(*saved[2:])
+        call, q, *_, decay = prepared
+        flags = self.options.direction, self.options.resets
+        c, cz = (torch.zeros_like(x[:, :, 1:]) for x in (kept.forward_kv, kept.forward_z))
+        sweep = (call, kept.transitions(), decay, *flags, kept.histories(), c, cz)
+        return {
+            "summary": lambda: triton.summary(call, transitions, decay, *flags),
+            "scan": lambda: triton.phase_b(call, transitions, decay, *flags, entry),
+            "overlap": lambda: triton.rms_statistic(q, call.norm_eps),
+            "back_summary": lambda: triton.adjoint_summary(call, kept.transitions(), decay, *flags, c, cz),
+            "back_sweep": lambda: triton.phase_b_bwd(*sweep, exits),
+        }
 
     def steps(self) -> dict[str, Callable[[], Any]]:
         """Return a forward and a training step."""
@@ -264,6 +318,12 @@ def measure(name: str, options: argparse.Namespace) -> Row:
             row.update({f"{way}_{key}_{step}": value for key, value in times.items()})
             for key in ("group", "rank"):
                 row[f"{way}_{key}_{step}_ratio"] = times[key] / times["local"]
+    parts = rank.parts()
+    if device == "cuda":
+        row.update({f"launches_{key}_{step}": launches(call[step]) for step in ("fwd", "train")
+                    for key, call in (("local", local), ("rank", one))})  # fmt: skip
+        parts = {key: captured(call).replay for key, call in parts.items()}
+    row.update({f"part_{key}": value for key, value in milliseconds(parts, device, options.repeats).items()})
     scans = milliseconds(scan_steps(shape, device), device, max(3, options.repeats // 5))
     row.update({f"scan_{key}": value for key, value in scans.items()})
     return row
@@ -291,6 +351,16 @@ def waits_for_nothing(call: Callable[[], Any]) -> None:
         call()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def launches(call: Callable[[], Any]) -> int:
+    """Return how many kernels and copies a call puts on the device."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
 
 
 def table(rows: Sequence[Row]) -> str:

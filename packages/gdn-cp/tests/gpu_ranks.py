@@ -129,6 +129,23 @@ def worker(share: Share, rank: int) -> tuple[dict[str, float], dict[str, float],
     return pairs[0], pairs[1], list(exchanges.labels)
 
 
+def compiled_worker(share: Share, rank: int) -> dict[str, float]:
+    """Run one rank eagerly and as one compiled graph; return how far output and gradients are apart."""
+    span, context = share.partition.span(rank), CPContext(dist.group.WORLD, schedule=share.schedule)
+    eager = step(share, span, context, "triton", share.dtype)
+    leaves = draw(share)
+
+    @torch.compile(fullgraph=True)
+    def call(given: dict[str, Any]) -> Tensor:
+        return cp_frame_gdn(context=context, partition=share.partition, impl="triton", **given).output
+
+    output = call(arguments(share, leaves, span))
+    own = upstream(share)[:, span.start * share.spatial : span.stop * share.spatial]
+    output.backward(own.to(output.dtype))
+    found = {"output": output.detach(), **{name: x.grad for name, x in leaves.items()}}
+    return {name: error(found[name], x) for name, x in eager.items()}
+
+
 def bound(share: Share) -> functools.partial[tuple[dict[str, float], dict[str, float], Sequence[str]]]:
     """Return the worker of a share: a partial, which can be sent to a spawned process."""
     return functools.partial(worker, share)

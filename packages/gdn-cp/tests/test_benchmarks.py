@@ -32,6 +32,8 @@ def test_costs_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     heads, width = 2, 16
     assert row["forward_bytes"] == 4 * heads * (4 * width**2 + 2 * width)
     assert row["backward_bytes"] == 4 * heads * (2 * width**2 + 2 * width)
+    for part in ("begin", "folds", "finish", "back_begin", "back_folds", "back_finish"):
+        assert row[f"part_{part}"] > 0
     for name in ("published", "published_train", "ours", "ours_train"):
         assert row[f"scan_{name}"] > 0
     written = json.loads(path.read_text())

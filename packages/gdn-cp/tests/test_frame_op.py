@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from clips import Clip, shard_arguments, shard_leaves
+from clips import Clip, compare, gradients, results_of, shard_arguments, shard_leaves, shard_loss
 from ranks import run_ranks
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from gdn_cp import CPContext, FramePartition, cp_frame_gdn
 from gdn_cp.frame_op import arguments_of
@@ -75,3 +76,33 @@ def test_a_graph_without_a_backward_is_an_error_on_all_ranks() -> None:
     for message in run_ranks(2, worker):
         assert message.startswith("cp_frame_gdn: some rank needs a gradient, and the compiled graph of rank 0 has no ")
         assert message.endswith("give every rank a context with force_backward=True")
+
+
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_one_graph_serves_clips_of_several_lengths_on_other_schedules(schedule: str) -> None:
+    """FC-I08: full graph, traced once for a dynamic number of frames, unlike any other size; one device's numbers."""
+    cases = [(Clip(frames=sum(counts), final=False), FramePartition(counts)) for counts in ((5, 7), (7, 5), (10, 11))]
+
+    def worker(rank: int) -> tuple[list[int], list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+        context = CPContext(dist.group.WORLD, schedule=schedule, validate="always")
+        counter = CompileCounterWithBackend("aot_eager")
+
+        @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+        def call(arguments: dict[str, Any]) -> Any:
+            return cp_frame_gdn(context=context, **arguments)
+
+        found, traced = [], []
+        for clip, partition in cases:
+            leaves = shard_leaves(clip, partition, rank)
+            results = results_of(call(shard_arguments(clip, partition, rank, leaves)))
+            loss = shard_loss(clip, partition, rank, results)
+            found.append(({name: x.detach() for name, x in results.items()}, gradients(loss, leaves)))
+            traced.append(counter.frame_count)
+        return traced, found
+
+    ranks = run_ranks(2, worker, limit=120.0)
+    for traced, _ in ranks:
+        assert traced[0] > 0
+        assert traced == traced[:1] * len(cases), "a clip of another length is no new graph"
+    for i, (clip, partition) in enumerate(cases):
+        compare(clip, partition, [found[i] for _, found in ranks], 1e-10)

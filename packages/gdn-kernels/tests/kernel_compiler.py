@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gdn_kernels.frame_gdn import (
+    adjoint_summary,
     fold,
     phase_a,
     phase_a_bwd,
@@ -46,9 +47,9 @@ TARGETS = {
 }
 LIMITS_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 NO_LIMIT = 1 << 30
-# A kernel that takes another kernel's row.
-_ROW_OF = {"summary_kernel": "phase_b"}
-_MODULES = (qk_norm, phase_a, phase_b, phase_c, phase_a_bwd, phase_b_bwd, phase_c_bwd, summary, fold)
+_MODULES = (
+    qk_norm, phase_a, phase_b, phase_c, phase_a_bwd, phase_b_bwd, phase_c_bwd, summary, adjoint_summary, fold,
+)  # fmt: skip
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -135,8 +136,14 @@ def recorded(width: int, precision: str, row: int | None, limit: int) -> tuple[L
     with recording(launches.append), row_first(row or 0), _device_of(limit):
         output, _, _ = stages.apply(inputs, options, FrameBoundary(None, None, None, None))
         torch.autograd.grad(output, qkv, torch.randn_like(output))
-        transition = stages.summarize(inputs, options).transition_kv[None]
-        fold.fold(transition, transition, None, range(1), dropped=(0,))
+        nothing = FrameBoundary(None, None, None, None)
+        stages.adjoint(inputs, options, nothing, torch.randn_like(output), None)
+        summary_ = stages.summarize(inputs, options)
+        assert summary_.transition_z is not None
+        squares = (summary_.transition_kv[None], summary_.transition_z[None])
+        states = (squares[0], squares[1][..., 0].contiguous())
+        forward = fold.FoldLine(squares, states, (None, None), range(1), dropped=(0,))
+        fold.fold_lines([forward, forward._replace(transposed=True, starts=(states[0][0], states[1][0]))])
     unique = {launch.kernel.__name__: launch for launch in launches}
     return tuple(unique.values())
 
@@ -209,8 +216,7 @@ def compile_launch(launch: Launch, call: Call) -> Compiled:
     shape, name = launch.shape(), launch.kernel.__name__
     estimate = None
     if shape is not None:
-        row = _ROW_OF.get(name, name.removesuffix("_kernel"))
-        estimate = tiles.shared_estimate(row, shape, 2 if call.precision == "bf16" else 4)
+        estimate = tiles.shared_estimate(name.removesuffix("_kernel"), shape, 2 if call.precision == "bf16" else 4)
     is_cuda = "ptx" in compiled.asm
     text = str(compiled.asm["ptx" if is_cuda else "amdgcn"])
     registers, stack = _resources(compiled.asm["cubin"]) if is_cuda else _resources_of_amdgcn(text)

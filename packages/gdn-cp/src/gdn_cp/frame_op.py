@@ -149,6 +149,8 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     denominator = fresh(call.keeps_denominator, *lead, operand.shape[1])
     saved: Sequence[Tensor] = [fresh(False) for _ in range(_SAVED)]
     if options.impl is Impl.TRITON:
+        import gdn_kernels.frame_gdn.triton_op  # noqa: F401  registers the operator: nothing local may have run yet
+
         local = torch.ops.gdn_kernels.frame_gdn(
             *inputs, None, None, None, None, options.features, has_z, options.divide, options.direction.value, [],
             options.k_scale, options.norm_eps, options.eps, options.precision.value, False,

@@ -12,25 +12,29 @@ from torch.autograd.function import once_differentiable
 from gdn_cp import passes, schedules
 from gdn_cp.context import CPContext
 from gdn_cp.passes import RankPlan
-from gdn_kernels.frame_gdn import stages
 from gdn_kernels.types import FrameBoundary, FrameInputs
 
 _INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
 
 
 def run_forward(
-    op: str, context: CPContext, plan: RankPlan, inputs: FrameInputs, initial: tuple[Tensor | None, Tensor | None]
+    op: str,
+    context: CPContext,
+    plan: RankPlan,
+    inputs: FrameInputs,
+    initial: tuple[Tensor | None, Tensor | None],
+    has_backward: bool = True,
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """Return result, denominator, final kv and z; and what `run_backward` needs besides the inputs.
 
-    The latter: what the schedule keeps, four entry states, and what the local operation keeps.
+    The latter: what the schedule keeps, four entry states, and what the local operation keeps. Without a backward to
+    come the first is a view of what was exchanged.
     """
-    run = stages.begin(inputs, plan.options)
-    own = passes.publish(plan, run.summary, initial)
+    run, own = passes.begin(plan, inputs, initial)
     steps = schedules.enter(plan, own, initial)
     entry, final, kept = schedules.over_ranks(steps, context, f"{op} forward", run.overlap)
     result, denominator, saved = run.finish(entry)
-    return (result, denominator, *final), (kept.clone(), *entry, *saved)
+    return (result, denominator, *final), (kept.clone() if has_backward else kept, *entry, *saved)
 
 
 def run_backward(
@@ -46,8 +50,8 @@ def run_backward(
     kept, entry = saved[0], FrameBoundary(*saved[1 : 1 + _ENTRY])
     assert kept is not None
     dresult, ddenominator, dkv, dz = gradients
-    adjoint = stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, saved[1 + _ENTRY :])
-    own = passes.publish_backward(plan, adjoint.gamma, (dkv, dz), kept)
+    dresults, local = (dresult, ddenominator), saved[1 + _ENTRY :]
+    adjoint, own = passes.begin_backward(plan, inputs, entry, dresults, local, (dkv, dz), kept)
     steps = schedules.leave(plan, own, kept)
     exits, dinitial = schedules.over_ranks(steps, context, f"{op} backward", adjoint.overlap)
     return (*adjoint.finish(exits, needs), *dinitial)
@@ -62,7 +66,7 @@ class FramePass(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Run the forward; ``tie`` requires a gradient on ranks that take part in a backward."""
         inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
-        results, saved = run_forward(op, context, plan, inputs, initial)
+        results, saved = run_forward(op, context, plan, inputs, initial, tie.requires_grad)
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *saved)

@@ -1,4 +1,4 @@
-"""What a rank does between collectives: pure functions of its own frames.
+"""What a rank does between collectives: functions of its own frames.
 
 A pass is publish, exchange, run. The exchange is one of `gdn_cp.schedules`.
 """
@@ -6,6 +6,7 @@ A pass is publish, exchange, run. The exchange is one of `gdn_cp.schedules`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from gdn_cp import affine
 from gdn_cp.affine import AffineMap
 from gdn_cp.wire import WireLayout
-from gdn_kernels.types import FrameBoundary, FrameOptions, FrameSummary
+from gdn_kernels.frame_gdn import stages
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 FORWARD, REVERSE, _TRANSITION, _FINAL = "forward", "reverse", "transition", "final"
 
@@ -91,18 +93,75 @@ class RankPlan:
         return WireLayout(tuple(names), tuple(shapes), self.dtype)
 
 
+def begin(
+    plan: RankPlan, inputs: FrameInputs, initial: tuple[Tensor | None, Tensor | None], own: Tensor | None = None
+) -> tuple[stages.Run, Tensor]:
+    """Begin the forward of this rank's frames; return it, and what the rank sends: ``own`` if it is given.
+
+    The summary is written into the buffer, not copied there.
+    """
+    own = plan.forward_layout().buffer(plan.device) if own is None else own
+    blocks = plan.forward_layout().unpack(own)
+    summary = FrameSummary(blocks["transition_kv"], blocks.get("transition_z"), boundary(blocks))
+    run = stages.begin(inputs, plan.options, summary)
+    for name, x in _after_initial(plan, blocks, initial).items():
+        blocks[name].copy_(x)
+    return run, own
+
+
+def begin_backward(
+    plan: RankPlan,
+    inputs: FrameInputs,
+    entry: FrameBoundary,
+    dresults: tuple[Tensor | None, Tensor | None],
+    saved: Sequence[Tensor | None],
+    dfinal: tuple[Tensor | None, Tensor | None],
+    kept: Tensor,
+    own: Tensor | None = None,
+) -> tuple[stages.Adjoint, Tensor]:
+    """Begin the backward of this rank's frames; return it, and what the rank sends: ``own`` if it is given.
+
+    ``dresults`` are the gradients of result and denominator; the others as in `publish_backward`.
+    """
+    layout = plan.backward_layout()
+    own = layout.buffer(plan.device) if own is None else own
+    blocks = layout.unpack(own)
+    adjoint = stages.adjoint(inputs, plan.options, entry, *dresults, saved, boundary(blocks))
+    for name, x in _beside_gamma(plan, blocks, dfinal, kept).items():
+        blocks[name].copy_(x)
+    return adjoint, own
+
+
 def publish(plan: RankPlan, summary: FrameSummary, initial: tuple[Tensor | None, Tensor | None]) -> Tensor:
     """Return what this rank sends forward: its affine maps. Rank 0 folds the initial state into its increment."""
-    blocks: dict[str, Tensor | None] = {"transition_kv": summary.transition_kv, "transition_z": summary.transition_z}
-    blocks.update(zip(("forward_kv", "forward_z", "reverse_kv", "reverse_z"), summary.increment, strict=True))
-    if plan.rank == 0 and plan.has_initial:
-        for stream, state in zip(("kv", "z"), initial, strict=True):
-            transition, increment = blocks[f"transition_{stream}"], blocks[f"forward_{stream}"]
-            if state is not None and transition is not None and increment is not None:
-                m = AffineMap(transition, _columns(increment, stream))
-                blocks[f"forward_{stream}"] = _shaped(affine.apply(m, _columns(state, stream)), stream)
+    named = {"transition_kv": summary.transition_kv, "transition_z": summary.transition_z}
+    named.update(zip(FrameBoundary._fields, summary.increment, strict=True))
+    blocks = {name: x for name, x in named.items() if x is not None}
+    blocks.update(_after_initial(plan, blocks, initial))
     layout = plan.forward_layout()
-    return layout.pack([_present(blocks[name]) for name in layout.names], plan.device)
+    return layout.pack([blocks[name] for name in layout.names], plan.device)
+
+
+def _after_initial(
+    plan: RankPlan, blocks: dict[str, Tensor], initial: tuple[Tensor | None, Tensor | None]
+) -> dict[str, Tensor]:
+    """Return the forward increments of rank 0, by name, with the initial state folded in; nothing elsewhere."""
+    if plan.rank > 0 or not plan.has_initial:
+        return {}
+    given = {stream: x for stream, x in zip(plan.streams, initial, strict=False) if x is not None}
+    names = [f"forward_{stream}" for stream in given]
+    transitions, increments = [blocks[f"transition_{stream}"] for stream in given], [blocks[name] for name in names]
+    if plan.options.impl is Impl.TRITON:
+        from gdn_kernels.frame_gdn.fold import FoldLine, fold_lines
+
+        maps = [x[None] for x in transitions], [x[None] for x in increments]
+        (states,) = fold_lines([FoldLine(*maps, list(given.values()), range(1))])
+        return {name: x[1] for name, x in zip(names, states, strict=True)}
+    found: dict[str, Tensor] = {}
+    for stream, name, transition, increment in zip(given, names, transitions, increments, strict=True):
+        m = AffineMap(transition, _columns(increment, stream))
+        found[name] = _shaped(affine.apply(m, _columns(given[stream], stream)), stream)
+    return found
 
 
 def publish_backward(
@@ -113,14 +172,21 @@ def publish_backward(
     ``kept`` is what the forward exchange returned of that name.
     """
     layout = plan.backward_layout()
-    blocks: dict[str, Tensor | None] = dict(
-        zip(("forward_kv", "forward_z", "reverse_kv", "reverse_z"), gamma, strict=True)
-    )
-    blocks.update(plan.transition_layout().unpack(kept[plan.rank if len(kept) > 1 else 0]))
+    blocks = {name: x for name, x in zip(FrameBoundary._fields, gamma, strict=True) if x is not None}
+    blocks.update(_beside_gamma(plan, blocks, dfinal, kept))
+    return layout.pack([blocks[name] for name in layout.names], plan.device)
+
+
+def _beside_gamma(
+    plan: RankPlan, blocks: dict[str, Tensor], dfinal: tuple[Tensor | None, Tensor | None], kept: Tensor
+) -> dict[str, Tensor]:
+    """Return the other blocks of the backward exchange, by name: transitions, gradients of the final state."""
+    names = plan.backward_layout().names
+    found = plan.transition_layout().unpack(kept[plan.rank if len(kept) > 1 else 0])
     for stream, gradient in zip(("kv", "z"), dfinal, strict=True):
-        like = blocks[f"forward_{stream}"]
-        blocks[f"final_{stream}"] = torch.zeros_like(like) if gradient is None and like is not None else gradient
-    return layout.pack([_present(blocks[name]) for name in layout.names], plan.device)
+        if f"final_{stream}" in names:
+            found[f"final_{stream}"] = torch.zeros_like(blocks[f"forward_{stream}"]) if gradient is None else gradient
+    return {name: x for name, x in found.items() if name in names}
 
 
 def _columns(x: Tensor, stream: str) -> Tensor:
@@ -129,11 +195,6 @@ def _columns(x: Tensor, stream: str) -> Tensor:
 
 def _shaped(x: Tensor, stream: str) -> Tensor:
     return x.squeeze(-1) if stream == "z" else x
-
-
-def _present(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
 
 
 def boundary(states: dict[str, Tensor]) -> FrameBoundary:

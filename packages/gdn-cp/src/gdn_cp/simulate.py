@@ -22,7 +22,6 @@ from gdn_cp.halo import HaloPlan
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
 from gdn_kernels import FrameGDNNumeratorResult, FrameGDNRawResult, FrameGDNResult, FrameState
-from gdn_kernels.frame_gdn import stages
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
@@ -182,16 +181,16 @@ class _Lockstep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plans: list[RankPlan], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ranks = [_of_rank(tensors, plan.rank) for plan in plans]
-        runs = [stages.begin(inputs, plan.options) for plan, (inputs, _) in zip(plans, ranks, strict=True)]
+        begun = [passes.begin(plan, *given) for plan, given in zip(plans, ranks, strict=True)]
         entered = schedules.in_lockstep(
             [
-                schedules.enter(plan, passes.publish(plan, run.summary, initial), initial)
-                for plan, run, (_, initial) in zip(plans, runs, ranks, strict=True)
+                schedules.enter(plan, own, initial)
+                for plan, (_, own), (_, initial) in zip(plans, begun, ranks, strict=True)
             ]
         )
         outputs: list[Tensor | None] = []
         kept: list[Tensor | None] = []
-        for run, (entry, final, transitions) in zip(runs, entered, strict=True):
+        for (run, _), (entry, final, transitions) in zip(begun, entered, strict=True):
             result, denominator, saved = run.finish(entry)
             outputs += [result, denominator, *final]
             kept += [transitions, *entry, *saved]
@@ -213,8 +212,11 @@ class _Lockstep(torch.autograd.Function):
             transitions, *own = kept[share * plan.rank : share * (plan.rank + 1)]
             entry = FrameBoundary(*own[:_ENTRY])
             dresult, ddenominator, dkv, dz = gradients[4 * plan.rank : 4 * plan.rank + 4]
-            adjoints.append(stages.adjoint(inputs, plan.options, entry, dresult, ddenominator, own[_ENTRY:]))
-            buffer = passes.publish_backward(plan, adjoints[-1].gamma, (dkv, dz), transitions)
+            dresults = (dresult, ddenominator)
+            adjoint, buffer = passes.begin_backward(
+                plan, inputs, entry, dresults, own[_ENTRY:], (dkv, dz), transitions
+            )  # fmt: skip
+            adjoints.append(adjoint)
             leaving.append(schedules.leave(plan, buffer, transitions))
         found: list[Tensor | None] = [None]
         for plan, adjoint, (exits, dinitial) in zip(plans, adjoints, schedules.in_lockstep(leaving), strict=True):

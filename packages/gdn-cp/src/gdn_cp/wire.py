@@ -36,9 +36,14 @@ class WireLayout:
             offsets.append(offsets[-1] + -(-size // step) * step)
         return tuple(offsets)
 
+    def buffer(self, device: torch.device) -> Tensor:
+        """Return a flat buffer whose blocks are to be written; what pads them is zero."""
+        is_padded = sum(self.sizes) != self.offsets[-1]
+        return (torch.zeros if is_padded else torch.empty)(self.offsets[-1], dtype=self.dtype, device=device)
+
     def pack(self, blocks: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the flat buffer of the blocks, in the order of ``names``."""
-        buffer = torch.zeros(self.offsets[-1], dtype=self.dtype, device=device)
+        buffer = self.buffer(device)
         for block, size, start in zip(blocks, self.sizes, self.offsets, strict=False):
             buffer[start : start + size] = block.reshape(-1)
         return buffer

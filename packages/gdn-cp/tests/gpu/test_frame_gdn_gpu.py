@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from gpu_ranks import Share, bound, draw, error, run, simulated, step, upstream
+from gpu_ranks import Share, bound, compiled_worker, draw, error, run, simulated, step, upstream
 from ranks import run_ranks
 
 from gdn_cp import CPContext
@@ -86,6 +88,17 @@ def test_a_step_waits_for_nothing_on_the_host(schedule: str) -> None:
         train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("counts", [(3,), (2, 3)], ids=["one rank", "two ranks"])
+def test_a_compiled_step_equals_the_eager_one(counts: tuple[int, ...]) -> None:
+    """Full graph with inductor; the kernels are the same, so are the numbers to fp32."""
+    share = Share(counts, 96, 3, 112, torch.float32)
+    worker = functools.partial(compiled_worker, share)
+    for found in run_ranks(len(counts), worker, limit=240.0, timeout=120.0, method="spawn"):
+        assert found.keys() >= {"output", "qkv", "beta", "decay"}
+        for name, value in found.items():
+            assert value <= 1e-6, f"{name}: {value:.2e}"
 
 
 def test_a_context_of_one_rank_is_the_local_operation_to_the_last_bit() -> None:

@@ -19,7 +19,6 @@ from gdn_kernels.frame_gdn import tiles  # noqa: E402
 KERNELS = {f"{kernel}_kernel" for kernel in tiles.KERNELS} | {
     "qk_norm_kernel",
     "qk_norm_bwd_kernel",
-    "summary_kernel",
     "fold_kernel",
 }
 FP32_ALWAYS = {"fold_kernel"}  # few products, of maps that carry the memory of a whole clip

@@ -9,7 +9,7 @@ from requirements import require_interpreter
 from torch import Tensor
 
 require_interpreter()
-from gdn_kernels.frame_gdn.fold import fold  # noqa: E402
+from gdn_kernels.frame_gdn.fold import FoldLine, fold, fold_lines  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 
@@ -79,3 +79,26 @@ def test_fold_reads_no_map_outside_the_order_and_no_dropped_transition() -> None
 def test_fold_without_heads_is_empty() -> None:
     e, h = maps(8, 8)
     assert fold(e[:, :0], h[:, :0], None, range(P)).shape == (P + 1, 0, H, 8, 8)
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["one line", "two lines"])
+@pytest.mark.parametrize("width", [8, 40])
+def test_lines_of_both_streams_are_the_same_folds(width: int, count: int) -> None:
+    """Lines of unlike length, direction, starts and dropped maps in one launch; 40 leaves column blocks part empty."""
+    (e, h), (e_z, h_z) = maps(width, width), maps(width)
+    (_, back), (_, back_z) = maps(width, width), maps(width)
+    start, start_z = torch.randn(h.shape[1:]), torch.randn(h_z.shape[1:])
+    lines = [
+        FoldLine((e, e_z), (h, h_z), (start, None), range(P)),
+        FoldLine((e, e_z), (back, back_z), (None, start_z), range(P - 1, 0, -1), transposed=True, dropped=(2,)),
+    ][:count]
+    for line, found in zip(lines, fold_lines(lines), strict=True):
+        for x, factors, increments, first in zip(found, line.transitions, line.increments, line.starts, strict=True):
+            exact = sequential(
+                factors.double(), increments.double(), first, line.order, line.transposed, line.dropped
+            ).reshape(x.shape)  # fmt: skip
+            assert_close(x, exact, P * width * torch.finfo(torch.float32).eps)
+            alone = fold(
+                factors, increments, first, line.order, transposed=line.transposed, dropped=line.dropped
+            )  # fmt: skip
+            assert torch.equal(x, alone)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 require_interpreter()
 from gdn_kernels.frame_gdn import stages  # noqa: E402
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, Impl  # noqa: E402
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 
@@ -141,3 +141,30 @@ def test_exits_that_are_not_wanted_are_none() -> None:
     options = dataclasses.replace(options, impl=Impl.TRITON)
     *_, exits = stages.apply(inputs, options, FrameBoundary(None, None, None, None), want_exit=False)
     assert exits == FrameBoundary(None, None, None, None)
+
+
+@pytest.mark.parametrize("impl", [Impl.TORCH, Impl.TRITON])
+def test_summaries_are_written_where_the_caller_wants_them(impl: Impl) -> None:
+    """Into views of one buffer, as it will be sent; the same bits as in tensors of their own."""
+    inputs, options = stage_inputs("raw", (1, 1, 3, 3, 8)), stage_options("raw", "bidirectional", resets=(1,))
+    inputs, options = FrameInputs(*values(inputs, torch.float32)), dataclasses.replace(options, impl=impl)
+    entry = FrameBoundary(*values(entry_of(inputs, options), torch.float32))
+    run = stages.begin(inputs, options)
+    result, _, saved = run.finish(entry)
+    gamma = stages.adjoint(inputs, options, entry, result, None, saved).gamma
+    square, vector = [1, 1, 8, 8], [1, 1, 8]
+    buffer = torch.full((6, 64), torch.nan)
+    kv, z, *rest = (x[: 8 if i in (3, 5) else 64] for i, x in enumerate(buffer))
+    shapes = [square, vector, square, vector]
+    increment = FrameBoundary(*(x.view(shape) for x, shape in zip(rest, shapes)))
+    into = FrameSummary(kv.view(square), z.view(square), increment)
+    assert stages.begin(inputs, options, into).summary is into
+    assert torch.equal(into.transition_kv, run.summary.transition_kv)
+    assert into.transition_z is not None
+    assert run.summary.transition_z is not None
+    assert torch.equal(into.transition_z, run.summary.transition_z)
+    for name, value in named_tensors(run.summary.increment).items():
+        assert torch.equal(getattr(increment, name), value), name
+    assert stages.adjoint(inputs, options, entry, result, None, saved, increment).gamma is increment
+    for name, value in named_tensors(gamma).items():
+        assert torch.equal(getattr(increment, name), value), name

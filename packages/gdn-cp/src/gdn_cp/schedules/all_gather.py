@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -22,18 +23,22 @@ def enter(plan: RankPlan, own: Tensor, initial: tuple[Tensor | None, Tensor | No
     E_r' replaced by 0 where a chunk starts.
     """
     gathered = yield Gather(own)
-    blocks = plan.forward_layout().unpack(gathered)
+    ways = []
+    if FORWARD in plan.directions:
+        ways.append(_Way(FORWARD, range(plan.size if plan.has_final else plan.rank)))
+    if REVERSE in plan.directions:
+        ways.append(_Way(REVERSE, range(plan.size - 1, plan.rank, -1), transposed=True))
+    folded = _fold(plan, plan.forward_layout().unpack(gathered), ways)
     entry: dict[str, Tensor] = {}
     final: dict[str, Tensor] = {}
     for stream in plan.streams:
         if FORWARD in plan.directions:
-            states = _fold(plan, blocks, FORWARD, stream, range(plan.size if plan.has_final else plan.rank))
+            states = folded[FORWARD, stream]
             entry[f"forward_{stream}"] = states[plan.rank]
             if plan.has_final:
                 final[stream] = states[plan.size].clone()  # it leaves, and may be written to
         if REVERSE in plan.directions:
-            later = range(plan.size - 1, plan.rank, -1)
-            entry[f"reverse_{stream}"] = _fold(plan, blocks, REVERSE, stream, later, transposed=True)[-1]
+            entry[f"reverse_{stream}"] = folded[REVERSE, stream][-1]
     if plan.rank == 0 and plan.has_initial:
         for stream, state in zip(("kv", "z"), initial, strict=True):
             if state is not None:
@@ -53,49 +58,79 @@ def leave(plan: RankPlan, own: Tensor, kept: Tensor) -> Steps[Left]:
     blocks = plan.backward_layout().unpack(gathered)
     if plan.save_transitions:
         blocks.update(plan.transition_layout().unpack(kept))
+    ways = []
+    if FORWARD in plan.directions:
+        stop = -1 if plan.rank == 0 and plan.has_initial else plan.rank
+        totals = {s: blocks[f"final_{s}"].sum(0) if plan.has_final else None for s in plan.streams}
+        ways.append(_Way(FORWARD, range(plan.size - 1, stop, -1), transposed=True, starts=totals))
+    if REVERSE in plan.directions:
+        ways.append(_Way(REVERSE, range(plan.rank)))
+    folded = _fold(plan, blocks, ways)
     exit_: dict[str, Tensor] = {}
     initial: dict[str, Tensor] = {}
     for stream in plan.streams:
         if FORWARD in plan.directions:
-            total = blocks[f"final_{stream}"].sum(0) if plan.has_final else None
-            stop = -1 if plan.rank == 0 and plan.has_initial else plan.rank
-            states = _fold(plan, blocks, FORWARD, stream, range(plan.size - 1, stop, -1), total, transposed=True)
+            states = folded[FORWARD, stream]
             exit_[f"forward_{stream}"] = states[plan.size - 1 - plan.rank]
             if plan.has_initial:
                 initial[stream] = states[plan.size] if plan.rank == 0 else torch.zeros_like(states[0])
         if REVERSE in plan.directions:
-            exit_[f"reverse_{stream}"] = _fold(plan, blocks, REVERSE, stream, range(plan.rank))[-1]
+            exit_[f"reverse_{stream}"] = folded[REVERSE, stream][-1]
     return Left(boundary(exit_), (initial.get("kv"), initial.get("z")))
 
 
-def _fold(
-    plan: RankPlan,
-    blocks: dict[str, Tensor],
-    kind: str,
-    stream: str,
-    order: range,
-    start: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> Sequence[Tensor]:
-    """Return the states before, between and after the maps of the ranks in ``order``, from ``start`` (None: zero).
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A direction to be folded: maps of the ranks in ``order``, or their transposes, from ``starts`` (None: zero)."""
+
+    kind: str
+    order: range
+    transposed: bool = False
+    starts: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
+
+
+def _fold(plan: RankPlan, blocks: dict[str, Tensor], ways: list[_Way]) -> dict[tuple[str, str], Sequence[Tensor]]:
+    """Return the states before, between and after the maps, by direction and stream.
 
     In the reverse direction a rank with a chunk start hands on nothing of what it was given.
     """
-    transition, increment = blocks[f"transition_{stream}"], blocks[f"{kind}_{stream}"]
-    if plan.poison:
-        transition, increment = (_with_nan_outside(x, order) for x in (transition, increment))
-    dropped = tuple(r for r in range(plan.size) if plan.has_reset[r]) if kind == REVERSE else ()
+    reset = tuple(r for r in range(plan.size) if plan.has_reset[r])
+    lines = []
+    for way in ways:
+        names = (f"transition_{s}" for s in plan.streams), (f"{way.kind}_{s}" for s in plan.streams)
+        transitions, increments = ([blocks[name] for name in kind] for kind in names)
+        if plan.poison:
+            transitions, increments = (
+                [_with_nan_outside(x, way.order) for x in given] for given in (transitions, increments)
+            )
+        starts = [way.starts.get(s) for s in plan.streams]
+        lines.append((way, transitions, increments, starts, reset if way.kind == REVERSE else ()))
+    found: list[list[Sequence[Tensor]]]
     if plan.options.impl is Impl.TRITON:
-        from gdn_kernels.frame_gdn.fold import fold
+        from gdn_kernels.frame_gdn.fold import FoldLine, fold_lines
 
-        return fold(transition, increment, start, order, transposed=transposed, dropped=dropped).unbind(0)
+        states = fold_lines([FoldLine(e, h, x, way.order, way.transposed, drop) for way, e, h, x, drop in lines])
+        found = [[x.unbind(0) for x in of_line] for of_line in states]
+    else:
+        found = [[_in_torch(way, *maps, drop) for maps in zip(e, h, x, strict=True)] for way, e, h, x, drop in lines]
+    return {
+        (way.kind, stream): between
+        for way, of_way in zip(ways, found, strict=True)
+        for stream, between in zip(plan.streams, of_way, strict=True)
+    }
+
+
+def _in_torch(
+    way: _Way, transition: Tensor, increment: Tensor, start: Tensor | None, dropped: tuple[int, ...]
+) -> list[Tensor]:
+    is_vector = increment.ndim < transition.ndim
     maps = []
-    for r in order:
+    for r in way.order:
         factor = torch.zeros_like(transition[r]) if r in dropped else transition[r]
-        maps.append(AffineMap(factor.mT if transposed else factor, _columns(increment[r], stream)))
+        maps.append(AffineMap(factor.mT if way.transposed else factor, _columns(increment[r], is_vector)))
     first = torch.zeros_like(increment[0]) if start is None else start
-    return [_shaped(x, stream) for x in affine.states_between(maps, _columns(first, stream))]
+    states = affine.states_between(maps, _columns(first, is_vector))
+    return [x.squeeze(-1) if is_vector else x for x in states]
 
 
 def _with_nan_outside(x: Tensor, order: range) -> Tensor:
@@ -106,9 +141,5 @@ def _with_nan_outside(x: Tensor, order: range) -> Tensor:
     return x
 
 
-def _columns(x: Tensor, stream: str) -> Tensor:
-    return x[..., None] if stream == "z" else x
-
-
-def _shaped(x: Tensor, stream: str) -> Tensor:
-    return x.squeeze(-1) if stream == "z" else x
+def _columns(x: Tensor, is_vector: bool) -> Tensor:
+    return x[..., None] if is_vector else x

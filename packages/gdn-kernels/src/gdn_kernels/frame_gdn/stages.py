@@ -16,13 +16,16 @@ from gdn_kernels.reference.frame_gdn import frame_gdn_reference, summarize_refer
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 
-def begin(inputs: FrameInputs, options: FrameOptions) -> Run:
-    """Begin the forward of a run of frames whose entry states are not known yet; see `Run`."""
+def begin(inputs: FrameInputs, options: FrameOptions, into: FrameSummary | None = None) -> Run:
+    """Begin the forward of a run of frames whose entry states are not known yet; see `Run`.
+
+    ``into``: contiguous tensors that the summary is written to, such as views of a buffer to be sent.
+    """
     if options.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.triton_stages import TritonRun
 
-        return TritonRun(inputs, options)
-    return TorchRun(inputs, options)
+        return TritonRun(inputs, options, into)
+    return TorchRun(inputs, options, into)
 
 
 class Run(Protocol):
@@ -49,9 +52,13 @@ class Run(Protocol):
 class TorchRun:
     """`Run` of the torch implementation."""
 
-    def __init__(self, inputs: FrameInputs, options: FrameOptions) -> None:
+    def __init__(self, inputs: FrameInputs, options: FrameOptions, into: FrameSummary | None = None) -> None:
         self._inputs, self._options = inputs, options
         self.summary = summarize_reference(inputs, options)
+        if into is not None:
+            _copy(self.summary[:2], into[:2])
+            _copy(self.summary.increment, into.increment)
+            self.summary = into
 
     def overlap(self) -> None:
         """Do nothing: the reference runs in one go."""
@@ -95,6 +102,7 @@ def adjoint(
     dresult: Tensor | None,
     ddenominator: Tensor | None,
     saved: Sequence[Tensor | None] = (),
+    into: FrameBoundary | None = None,
 ) -> Adjoint:
     """Begin the backward of one `apply` or `Run`; see `Adjoint`.
 
@@ -105,18 +113,19 @@ def adjoint(
         dresult: gradient of the result, ``[B, N, H, D]``, any strides; None counts as zero.
         ddenominator: gradient of the denominator, ``[B, H, N]``, any strides; None counts as zero.
         saved: what `Run.finish` returned for this; without it the forward is run again.
+        into: contiguous tensors that ``gamma`` is written to, such as views of a buffer to be sent.
     """
     if options.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.triton_stages import TritonAdjoint
 
-        return TritonAdjoint(inputs, options, entry, dresult, ddenominator, saved)
-    return TorchAdjoint(inputs, options, entry, dresult, ddenominator)
+        return TritonAdjoint(inputs, options, entry, dresult, ddenominator, saved, into)
+    return TorchAdjoint(inputs, options, entry, dresult, ddenominator, into)
 
 
 class Adjoint(Protocol):
     """The backward of one `apply`, in two steps with room for an exchange between them.
 
-    Writes into none of its arguments.
+    Writes into none of its arguments but ``into``.
 
     Attributes:
         gamma: gradient of the entry states if the exit states get none. Never None where the entry is not.
@@ -150,6 +159,7 @@ class TorchAdjoint:
         entry: FrameBoundary,
         dresult: Tensor | None,
         ddenominator: Tensor | None,
+        into: FrameBoundary | None = None,
     ) -> None:
         self._inputs = FrameInputs._make(
             [*(_leaf(x) for x in inputs[:-3]), *inputs[-3:]]
@@ -160,6 +170,9 @@ class TorchAdjoint:
         upstream = ((result, dresult), (denominator, ddenominator))
         self._upstream = [(y, dy) for y, dy in upstream if y is not None and dy is not None]
         self.gamma = FrameBoundary(*_gradients(self._upstream, self._entry, [x is not None for x in entry]))
+        if into is not None:
+            _copy(self.gamma, into)
+            self.gamma = into
 
     def overlap(self) -> None:
         """Do nothing: autograd computes all gradients in one go."""
@@ -168,6 +181,12 @@ class TorchAdjoint:
         """Return the gradient of every input; see `Adjoint`."""
         exits = [(y, dy) for y, dy in zip(self._exit, exit_gradient, strict=True) if y is not None and dy is not None]
         return FrameInputs._make(_gradients(self._upstream + exits, self._inputs, needs))
+
+
+def _copy(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> None:
+    for x, y in zip(found, into, strict=True):
+        if x is not None and y is not None:
+            y.copy_(x)
 
 
 def _leaf(x: Tensor | None) -> Tensor | None:

@@ -15,6 +15,14 @@ from gdn_kernels.frame_gdn.tiles import launch_shape
 from gdn_kernels.types import Direction, FrameBoundary, FrameSummary, FrameTransitions
 
 
+@triton.jit
+def _load_if(x_ptr, o_row, o_col, wanted, D: tl.constexpr):
+    """Load a tile of a D x D matrix as fp32; zeros outside, or if it is not wanted."""
+    offsets = o_row[:, None] * D + o_col[None, :]
+    x = tl.load(x_ptr + offsets, mask=(o_row < D)[:, None] & (o_col < D)[None, :] & wanted, other=0.0)
+    return x.to(tl.float32)
+
+
 # Role 0: forward increment from zero, role 1: reverse increment from zero (the first frame written too),
 # role 2: transition of the kv stream, role 3: of the z stream, both from the identity with A = 0, E <- g (E - P E).
 # One program per head, column block and role. The last program on axis 1 of roles 0 and 1 scans the z increments.
@@ -40,7 +48,7 @@ def summary_kernel(
         o_low = tl.arange(0, BLOCK_D)
         o_high = BLOCK_D + tl.arange(0, BLOCK_D)
         o_v = i_col * BLOCK_V + tl.arange(0, BLOCK_V)
-        adds = tl.where(role < 2, 1.0, 0.0)
+        adds = role < 2
         if role == 3:
             step_ptr = pz_ptr + i_bh * F * D * D
         else:
@@ -62,9 +70,9 @@ def summary_kernel(
             f = tl.where(is_reverse, F - 1 - t, t).to(tl.int64)
             g = tl.load(decay_ptr + f)
             low, high = _apply_step(step_ptr + f * D * D, m_low, m_high, o_low, o_high, D, TWO, OPERAND, DOT)
-            m_low = g * low + adds * load_matrix(a_ptr + f * D * D, o_low, o_v, D, 1, D).to(tl.float32)
+            m_low = g * low + _load_if(a_ptr + f * D * D, o_low, o_v, adds, D)
             if TWO:
-                m_high = g * high + adds * load_matrix(a_ptr + f * D * D, o_high, o_v, D, 1, D).to(tl.float32)
+                m_high = g * high + _load_if(a_ptr + f * D * D, o_high, o_v, adds, D)
             if HAS_RESETS:
                 keep = tl.where(is_reverse, tl.load(keep_ptr + f), 1.0)
                 m_low = tl.where(keep > 0, m_low, 0.0)
@@ -100,8 +108,11 @@ def summary(
     decay: Tensor,
     direction: Direction,
     resets: tuple[int, ...],
+    into: FrameSummary | None = None,
 ) -> FrameSummary:
     """Return the affine maps of the run, fp32; the reverse transition is the transpose, or zero after a reset.
+
+    They are written to ``into`` if it is given: contiguous fp32 tensors, where the caller will send them from.
 
     Grid: (B*H, column blocks and z, roles): increments of the directions in use, then transitions. All are fp32 states
     multiplied by operators in the operand dtype, as in phase B.
@@ -110,17 +121,19 @@ def summary(
     batch, heads, _, width, _ = p_kv.shape
     past, future = direction.reads_past, direction.reads_future
 
-    def fresh(present: bool, *tail: int) -> Tensor | None:
-        return torch.empty(batch, heads, *tail, dtype=torch.float32, device=decay.device) if present else None
+    if into is None:
 
-    increment = FrameBoundary(
-        fresh(past, width, width), fresh(past and call.has_z, width),
-        fresh(future, width, width), fresh(future and call.has_z, width),
-    )  # fmt: skip
-    transition, transition_z = fresh(True, width, width), fresh(call.has_z, width, width)
-    assert transition is not None
+        def fresh(*tail: int) -> Tensor:
+            return torch.empty(batch, heads, *tail, dtype=torch.float32, device=decay.device)
+
+        increment = FrameBoundary(
+            fresh(width, width) if past else None, fresh(width) if past and call.has_z else None,
+            fresh(width, width) if future else None, fresh(width) if future and call.has_z else None,
+        )  # fmt: skip
+        into = FrameSummary(fresh(width, width), fresh(width, width) if call.has_z else None, increment)
+    transition, transition_z, increment = into
     if batch * heads:
-        shape = launch_shape("phase_b", width, call.precision, decay.device)
+        shape = launch_shape("summary", width, call.precision, decay.device)
         columns = triton.cdiv(width, shape.block_v) + (1 if call.has_z else 0)
         roles = past + future + 1 + call.has_z
         with device_guard(decay):
@@ -132,4 +145,4 @@ def summary(
                 OPERAND=call.operand, DOT=call.dot, BLOCK_D=shape.block_d, BLOCK_V=shape.block_v,
                 NUM_BLOCKS=shape.num_blocks, STAGES=shape.num_stages, **shape.options(),
             )  # fmt: skip
-    return FrameSummary(transition, transition_z, increment)
+    return into

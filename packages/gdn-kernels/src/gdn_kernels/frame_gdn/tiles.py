@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
 
 KERNELS = (
     "phase_a", "phase_a_z", "phase_b", "phase_c", "phase_c_query_bwd", "phase_c_state_bwd", "phase_b_bwd",
-    "operators_bwd", "phase_a_bwd",
+    "operators_bwd", "phase_a_bwd", "summary", "adjoint_summary",
 )  # fmt: skip
 
 # kernel -> operand bytes -> candidates, best first. Swept for correctness one by one against fp64 before timing.
@@ -92,9 +92,19 @@ TABLE: dict[str, dict[int, tuple[Candidate, ...]]] = {
         2: (Candidate(64, 0, 8, 1), Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64)),
         4: (Candidate(32, 0, 8, 1), Candidate(16, 0, 4, 1, widest=64), Candidate(16, 0, 4, 1, widest=32)),
     },
+    "summary": {
+        2: (Candidate(0, 64, 8, 2), Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1), Candidate(0, 16, 4, 1, widest=64)),
+    },
+    "adjoint_summary": {
+        2: (Candidate(0, 32, 8, 2), Candidate(0, 16, 8, 2), Candidate(0, 16, 4, 1)),
+        4: (Candidate(0, 32, 8, 2), Candidate(0, 16, 4, 1), Candidate(0, 16, 4, 1, widest=64)),
+    },
 }
 # A kernel whose state or operand stays in registers holds it as one or two blocks.
-_MOST_BLOCKS = {"phase_b": 2, "phase_c": 2, "phase_c_query_bwd": 2, "phase_b_bwd": 2}
+_MOST_BLOCKS = {
+    "phase_b": 2, "phase_c": 2, "phase_c_query_bwd": 2, "phase_b_bwd": 2, "summary": 2, "adjoint_summary": 2,
+}  # fmt: skip
 
 
 def launch_shape(kernel: str, width: int, precision: Precision, device: torch.device) -> LaunchShape:
@@ -137,10 +147,11 @@ def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
     wide = shape.block_d * shape.block_v * 4
     spread = shape.block_d * shape.block_d * 4  # an fp32 accumulator that changes its layout on the way out
     pipelined = stages > 1
+    scan = (stages * (blocks * blocks * square + blocks * column) if pipelined else square) + blocks * column
     bound = {
         "phase_a": max(spread, (5 * stages + 6) * tile // 2 if blocks == 1 else (5 * stages + 2) * tile),
         "phase_a_z": max(spread, (2 + stages + (blocks > 1) * stages) * tile),
-        "phase_b": (stages * (blocks * blocks * square + blocks * column) if pipelined else square) + blocks * column,
+        "phase_b": scan,
         "phase_c": blocks * square + tile + pipelined * 2 * stages * tile,
         "phase_c_query_bwd": blocks * square + 2 * tile + pipelined * 3 * stages * tile,
         "phase_c_state_bwd": max(spread, (4 * stages + 9) * tile // 2),
@@ -148,6 +159,9 @@ def shared_estimate(kernel: str, shape: LaunchShape, operand_bytes: int) -> int:
         + blocks * column,
         "operators_bwd": (10 if operand_bytes == 2 else 16) * stages * wide // 2,
         "phase_a_bwd": (3 if blocks == 1 else 1) * square + (2 if blocks == 1 else 3) * tile,
+        "summary": scan,
+        "adjoint_summary": (stages * (blocks * blocks * square + blocks * wide) if pipelined else square)
+        + blocks * column,
     }
     return bound[kernel] + 1024
 

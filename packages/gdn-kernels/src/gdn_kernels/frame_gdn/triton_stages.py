@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gdn_kernels.frame_gdn.adjoint_summary import adjoint_summary
 from gdn_kernels.frame_gdn.call import TritonCall, triton_call
 from gdn_kernels.frame_gdn.layouts import within_tile_reach
 from gdn_kernels.frame_gdn.phase_a import phase_a
@@ -18,7 +19,7 @@ from gdn_kernels.frame_gdn.phase_c import phase_c
 from gdn_kernels.frame_gdn.phase_c_bwd import ReadOutGradients, phase_c_bwd
 from gdn_kernels.frame_gdn.qk_norm import qk_norm, qk_norm_bwd, rms_statistic
 from gdn_kernels.frame_gdn.summary import summary
-from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameTransitions
+from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, FrameTransitions
 
 
 class Prepared(NamedTuple):
@@ -196,14 +197,14 @@ def _like(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
 class TritonRun:
     """`Run` of the Triton implementation: the operators that the summary is made of are those of the seeded scan."""
 
-    def __init__(self, inputs: FrameInputs, options: FrameOptions) -> None:
+    def __init__(self, inputs: FrameInputs, options: FrameOptions, into: FrameSummary | None = None) -> None:
         with torch.no_grad():
             self._options, self._prepared = options, prepare(inputs, options)
             call, _, k, v, beta, decay = self._prepared
             self._rho_k = rms_statistic(k, call.norm_eps) if call.has_norm else None
             self._rho_q: Tensor | None = None
             self._transitions = phase_a(call, k, v, beta, self._rho_k)
-            self.summary = summary(call, self._transitions, decay, options.direction, options.resets)
+            self.summary = summary(call, self._transitions, decay, options.direction, options.resets, into)
 
     def overlap(self) -> None:
         """Take the statistics of the query, which only the read-out needs; see `Run`."""
@@ -224,7 +225,7 @@ class TritonRun:
 
 
 class TritonAdjoint:
-    """`Adjoint` of the Triton implementation: the sweeps run once more after the exchange, everything else once."""
+    """`Adjoint` of the Triton implementation: the seeded sweeps come after the exchange, everything else before."""
 
     def __init__(
         self,
@@ -234,6 +235,7 @@ class TritonAdjoint:
         dresult: Tensor | None,
         ddenominator: Tensor | None,
         saved: Sequence[Tensor | None],
+        into: FrameBoundary | None = None,
     ) -> None:
         with torch.no_grad():
             self._inputs, self._options = inputs, options
@@ -251,8 +253,11 @@ class TritonAdjoint:
             self._read_out = read_out_backward(
                 self._prepared, self._saved, result, denominator, dresult, ddenominator, self._buffers
             )
-            nothing = FrameBoundary(None, None, None, None)
-            self.gamma = sweep_backward(self._prepared, options, self._saved, self._read_out, nothing).entry
+            call, decay = self._prepared.call, self._prepared.decay
+            c, cz = self._read_out.c, self._read_out.cz
+            self.gamma = adjoint_summary(
+                call, self._saved.transitions(), decay, options.direction, options.resets, c, cz, into
+            )
             self._query_is_done = False
 
     def overlap(self) -> None:
