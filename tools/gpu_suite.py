@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gdn-kernels", "gdn-cp", "gdn-models")
 SHARE = 5  # tests of one process: neighbours use the same kernels
+LAST_WORDS = 10.0  # seconds between being asked to stop and being stopped
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
@@ -111,13 +113,17 @@ def run(job: Job, out: Path) -> Outcome:
     """Run a job, its output going to a log; say how it ended."""
     begin = time.monotonic()
     with (out / f"{job.name}.log").open("w") as log:
+        process = subprocess.Popen(job.command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
-            done = subprocess.run(
-                job.command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=job.limit
-            )
-            status: int | None = done.returncode
+            status: int | None = process.wait(job.limit)
         except subprocess.TimeoutExpired:
             status = None
+            process.send_signal(signal.SIGINT)  # pytest then tells what has failed so far
+            try:
+                process.wait(LAST_WORDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     outcome = Outcome(job.name, status, time.monotonic() - begin)
     print(f"{outcome.name}: {'out of time' if status is None else status} after {outcome.seconds:.0f} s", flush=True)
     return outcome

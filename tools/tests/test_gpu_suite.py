@@ -56,10 +56,17 @@ def test_a_job_ends_with_its_status_and_a_log(tmp_path, capsys, program, status)
     assert f"one: {status} after" in capsys.readouterr().out
 
 
-def test_a_job_that_runs_out_of_time_is_a_failure(tmp_path, capsys):
-    job = gpu_suite.Job("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 0.5)
-    assert gpu_suite.failed(gpu_suite.run(job, tmp_path))
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_job_that_runs_out_of_time_is_a_failure_and_has_last_words(tmp_path, capsys, monkeypatch, heeds):
+    monkeypatch.setattr(gpu_suite, "LAST_WORDS", 5.0 if heeds else 0.2)
+    ignore = "" if heeds else "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    program = f"{ignore}\nimport time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('so far')"
+    job = gpu_suite.Job("slow", (sys.executable, "-c", program), 2.0)
+    outcome = gpu_suite.run(job, tmp_path)
+    assert gpu_suite.failed(outcome)
+    assert outcome.seconds < 30
     assert "slow: out of time" in capsys.readouterr().out
+    assert (tmp_path / "slow.log").read_text() == ("so far\n" if heeds else "")
 
 
 def test_no_tests_chosen_is_no_failure():

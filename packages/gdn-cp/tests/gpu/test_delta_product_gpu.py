@@ -41,6 +41,7 @@ SHARES = [
     Share((100, 0, 90), (150, 0, 40), steps=3, heads=(2, 2), widths=(64, 64), strength=1.0),
     Share((70, 100, 60), (100, 130), steps=1, heads=(2, 4), widths=(128, 128), strength=1.0),
     Share((130, 70, 50), steps=3, heads=(2, 4), widths=(128, 128), strength=1.0),
+    Share((80, 70), steps=3, heads=(2, 4), widths=(64, 64), strength=1.0),
     Share((90, 30, 80), (60, 140), steps=2, heads=(2, 2), widths=(80, 128), strength=1.0, states=False),
     Share((100, 20, 80), steps=1, heads=(2, 2), widths=(80, 128), strength=1.0, gated=False),
     Share((60, 90), steps=3, heads=(1, 2), widths=(32, 32), strength=1.0),

@@ -26,7 +26,7 @@ if importlib.util.find_spec("fla") is None:
 
 from gdn_cp.delta_product import fla_functions  # noqa: E402
 
-TOKENS, STEPS, HEADS, SCALE = 200, 2, 2, 0.25
+TOKENS, STEPS, HEADS, SCALE = 200, 2, 2, 0.25  # heads of keys
 # operands are exact; products take operands that were rounded to 2 ** -9 once or twice more, results are rounded once
 TOLERANCE = 6e-3
 KERNELS = {
@@ -45,13 +45,14 @@ KERNELS = {
     "chunk_cp_merge": "chunk_cp_fwd_bwd_kernel_merge",
 }
 WRITTEN = {"chunk_cp_fwd_h": "hm", "chunk_cp_bwd_dh": "dhm", "chunk_cp_merge": "h"}  # results that are handed in
+UNGROUPED = ("chunk_gated_delta_product_fwd_h", "chunk_gated_delta_product_fwd_o")  # as many value heads as key heads
 CHAINED = ("chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_bwd_dhu", "prepare_wy_repr_bwd")
 
 
 @functools.cache
-def operands(width: int, gated: bool) -> dict[str, dict[str, Any]]:
+def operands(width: int, gated: bool, group: int) -> dict[str, dict[str, Any]]:
     """Return what each function is called with in a training step, by the equations, on the CPU."""
-    ops, rows = fla_in_torch.functions(), TOKENS * STEPS
+    ops, rows, values = fla_in_torch.functions(), TOKENS * STEPS, group * HEADS
     generator = torch.Generator().manual_seed(width + gated)
 
     def normal(*shape: int) -> Tensor:
@@ -59,21 +60,17 @@ def operands(width: int, gated: bool) -> dict[str, dict[str, Any]]:
 
     none: dict[str, Any] = {"cu_seqlens": None, "chunk_indices": None}
     k = torch.nn.functional.normalize(normal(1, rows, HEADS, width), dim=-1).bfloat16()
-    q, do, state, dstate = (
-        normal(1, rows, HEADS, width),
-        normal(1, rows, HEADS, width),
-        *normal(2, 1, HEADS, width, width),
-    )
     last = (torch.arange(rows) % STEPS == STEPS - 1)[:, None, None]
-    q, do = (q * last).bfloat16(), (do * last).bfloat16()
-    v, beta = normal(1, rows, HEADS, width).bfloat16(), normal(1, rows, HEADS).sigmoid().bfloat16()
+    q, do = (normal(1, rows, HEADS, width) * last).bfloat16(), (normal(1, rows, values, width) * last).bfloat16()
+    v, beta = normal(1, rows, values, width).bfloat16(), normal(1, rows, values).sigmoid().bfloat16()
+    state, dstate = normal(2, 1, values, width, width)
     g = g_tokens = None
     if gated:
-        decays = -0.1 * normal(1, TOKENS, HEADS).abs()
-        first = torch.zeros(1, TOKENS, STEPS, HEADS)
+        decays = -0.1 * normal(1, TOKENS, values).abs()
+        first = torch.zeros(1, TOKENS, STEPS, values)
         first[:, :, 0] = decays
         g_tokens = ops.chunk_local_cumsum(g=decays, chunk_size=64, scale=1.4426950216)
-        g = ops.chunk_local_cumsum(g=first.view(1, rows, HEADS), chunk_size=64, scale=1.4426950216)
+        g = ops.chunk_local_cumsum(g=first.view(1, rows, values), chunk_size=64, scale=1.4426950216)
     called: dict[str, dict[str, Any]] = {}
 
     def call(name: str, **named: Any) -> Any:
@@ -85,17 +82,18 @@ def operands(width: int, gated: bool) -> dict[str, dict[str, Any]]:
     w, u = call("recompute_w_u_fwd", k=k, v=v, beta=beta, A=a, g=g, **none)
     run = {"k": k, "w": w, "u": u, "g": g, "initial_state": state, "output_final_state": True, "chunk_size": 64, **none}
     h, new, _ = call("chunk_gated_delta_rule_fwd_h", **run)
-    h_tokens, _, _ = call("chunk_gated_delta_product_fwd_h", **run, num_householder=STEPS)
-    q_tokens = q[:, STEPS - 1 :: STEPS].contiguous()
     read = {"k": k, "v": new, "scale": SCALE, "chunk_size": 64, **none}
-    call("chunk_gated_delta_product_fwd_o", q=q_tokens, h=h_tokens, g=g_tokens, num_householder=STEPS, **read)
+    if group == 1:
+        h_tokens, _, _ = call("chunk_gated_delta_product_fwd_h", **run, num_householder=STEPS)
+        q_tokens = q[:, STEPS - 1 :: STEPS].contiguous()
+        call("chunk_gated_delta_product_fwd_o", q=q_tokens, h=h_tokens, g=g_tokens, num_householder=STEPS, **read)
     call("chunk_fwd_o", q=q, h=h, g=g, **read)
     back = {"q": q, "k": k, "do": do, "g": g, "scale": SCALE, "chunk_size": 64}
     dv = call("chunk_bwd_dv_local", **back, **none)
     dh, _, dnew = call("chunk_gated_delta_rule_bwd_dhu", **back, **none, w=w, dv=dv, h0=state, dht=dstate)
     dw = ops.chunk_grads(q, k, new, do, h, dh, g, dnew, scale=SCALE, chunk_size=64, **none)[2]
     call("prepare_wy_repr_bwd", k=k, v=v, beta=beta, A=a, dw=dw, du=dnew, g=g, **none)
-    summaries = torch.zeros(3, HEADS, width, 2 * width)
+    summaries = torch.zeros(3, values, width, 2 * width)
     bounds = torch.tensor([0, rows], dtype=torch.int32)
     call(
         "chunk_cp_fwd_h", k=k, w=w, u=u, hm=summaries[0], g=g, cu_seqlens=bounds, chunk_size=64, multi_seqs=False
@@ -103,7 +101,12 @@ def operands(width: int, gated: bool) -> dict[str, dict[str, Any]]:
     call("chunk_cp_bwd_dh", **back, w=w, dv=dv, dhm=summaries[1], cu_seqlens=bounds)
     summaries[2] = summaries[0].flip(0)
     call(
-        "chunk_cp_merge", h=torch.zeros(HEADS, width, width), ag_hm=summaries.clone(), num_ranks=3, rank=3, forward=True
+        "chunk_cp_merge",
+        h=torch.zeros(values, width, width),
+        ag_hm=summaries.clone(),
+        num_ranks=3,
+        rank=3,
+        forward=True,
     )
     return called
 
@@ -122,15 +125,20 @@ def run(ops: Any, name: str, named: dict[str, Any], device: str) -> list[Tensor]
 
 def cases() -> Iterator[Any]:
     for name in KERNELS:
-        for width, gated in ((64, True), (128, True), *(((64, False), (256, True)) if name in CHAINED else ())):
-            yield pytest.param(name, width, gated, id=f"{name}-{width}-{'gated' if gated else 'ungated'}")
+        shapes = [(64, True, 1), (128, True, 1)]
+        shapes += [(64, False, 1), (256, True, 1)] if name in CHAINED else []
+        shapes += [(64, True, 2)] if name not in UNGROUPED else []
+        for width, gated, group in shapes:
+            yield pytest.param(name, width, gated, group, id=f"{name}-{width}{'' if gated else '-ungated'}-{group}")
 
 
-@pytest.mark.parametrize("name, width, gated", list(cases()))
-def test_every_configuration_alone(name: str, width: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name, width, gated, group", list(cases()))
+def test_every_configuration_alone(
+    name: str, width: int, gated: bool, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from triton.runtime.errors import OutOfResources
 
-    ops, named = fla_functions.load(), operands(width, gated)[name]
+    ops, named = fla_functions.load(), operands(width, gated, group)[name]
     expected = run(fla_in_torch.functions(), name, named, "cpu")
     module = next(module for module, function in fla_functions._FUNCTIONS if function == name)
     kernel = tuner(vars(importlib.import_module(module))[KERNELS[name]])

@@ -88,14 +88,12 @@ def published_layer() -> Any:
     folder = Path(importlib.util.find_spec("fla").submodule_search_locations[0]) / "layers"
     if not (folder / "gated_deltaproduct.py").is_file():
         pytest.skip("needs the package flash-linear-attention")
-    kept = sys.modules.get("fla.layers")
+    for name in [name for name in sys.modules if name == "fla.layers" or name.startswith("fla.layers.")]:
+        del sys.modules[name]  # what an import without transformers has left behind
     package = types.ModuleType("fla.layers")
     package.__path__ = [str(folder)]
     sys.modules["fla.layers"] = package
-    try:
-        return importlib.import_module("fla.layers.gated_deltaproduct").GatedDeltaProduct
-    finally:
-        sys.modules["fla.layers"] = kept if kept is not None else package
+    return importlib.import_module("fla.layers.gated_deltaproduct").GatedDeltaProduct
 
 
 @pytest.mark.parametrize("options", [{}, {"value_heads": 4, "num_householder": 3}, {"forget_gate": False}], ids=str)
