@@ -26,7 +26,7 @@ NAMES = ("q", "k", "v", "inflation")
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens and two heads a block, one program per share: several blocks, heads and programs in a tiny case."""
     row = {256: blocks.CameraBlock(2, 2, 1, 3)}
-    monkeypatch.setattr(blocks, "TABLE", {kernel: row for kernel in blocks.KERNELS})
+    monkeypatch.setattr(blocks, "TABLE", dict.fromkeys(blocks.KERNELS, row))
 
 
 def run(

@@ -97,7 +97,8 @@ def camera_operands(
     if frames < 0 or (q.shape[1] % frames if frames else q.shape[1]):
         raise ValueError(f"frames must be >= 0 and divide N = {q.shape[1]}, got {frames}")
     k_scale, norm_eps = checks.require_positive("k_scale", k_scale), checks.require_non_negative("norm_eps", norm_eps)
-    apply = camera_operands_reference if choose_impl(impl, q) is Impl.TORCH else triton_op.camera_operands_triton
+    on_torch = choose_impl(impl, q.dtype, q.device, q.shape[3]) is Impl.TORCH
+    apply = camera_operands_reference if on_torch else triton_op.camera_operands_triton
     return apply(q, k, v, rays, frames, rope, weights[0], weights[1], k_scale, norm_eps)
 
 
@@ -145,27 +146,28 @@ def camera_output(
     _check_rope(rope, x, "x")
     if dtype is not None and dtype not in checks.FLOATING:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
-    apply = camera_output_reference if choose_impl(impl, x) is Impl.TORCH else triton_op.camera_output_triton
+    on_torch = choose_impl(impl, x.dtype, x.device, x.shape[3]) is Impl.TORCH
+    apply = camera_output_reference if on_torch else triton_op.camera_output_triton
     return apply(x, rays, rope, x.dtype if dtype is None else dtype)
 
 
-def choose_impl(impl: Impl | str, operand: Tensor) -> Impl:
-    """Return ``Impl.TORCH`` or ``Impl.TRITON`` for an operand ``[..., D]``.
+def choose_impl(impl: Impl | str, dtype: torch.dtype, device: torch.device, width: int) -> Impl:
+    """Return ``Impl.TORCH`` or ``Impl.TRITON`` for operands of a dtype and width D on a device.
 
     Raises:
         NotImplementedError: Triton was asked for and cannot run.
     """
-    wanted = checks.as_impl(impl)
+    wanted, on_gpu = checks.as_impl(impl), device.type == "cuda"
     if wanted is Impl.AUTO:
-        wanted = Impl.TRITON if operand.is_cuda and operand.dtype != torch.float64 else Impl.TORCH
+        wanted = Impl.TRITON if on_gpu and dtype != torch.float64 else Impl.TORCH
     if wanted is Impl.TRITON:
-        width, reason = operand.shape[-1], None
-        if operand.dtype == torch.float64:
+        reason = None
+        if dtype == torch.float64:
             reason = "supports fp16, bf16 and fp32, got float64"
         elif width > WIDEST_TRITON_HEAD:
             reason = f"supports D up to {WIDEST_TRITON_HEAD}, got D = {width}"
-        elif not operand.is_cuda and not os.environ.get("TRITON_INTERPRET"):
-            reason = f"needs tensors on a GPU, got {operand.device}"
+        elif not on_gpu and not os.environ.get("TRITON_INTERPRET"):
+            reason = f"needs tensors on a GPU, got {device}"
         elif not _HAS_TRITON:
             reason = "needs the package triton, which is not installed"
         if reason is not None:

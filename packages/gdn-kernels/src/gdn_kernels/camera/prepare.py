@@ -45,7 +45,7 @@ class CameraCall(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """``q, k, v [B, N, H, D]``, ``inflation [B, H, F]``; ``rho_q, rho_k [B, N]`` for the backward, None without norm."""
+    """``q, k, v [B, N, H, D]``, ``inflation [B, H, F]``; ``rho_q, rho_k [B, N]``, None without norm."""
 
     q: Tensor
     k: Tensor
