@@ -4,8 +4,8 @@
     python camera.py tune_11 --json camera.json
 
 Rows are milliseconds, medians of replays of a captured CUDA graph (of calls on the CPU): ``fwd`` without and ``train``
-with the backward, ``prep`` the operands and ``out`` the output transform; ``floor`` is the bytes that must move once over
-the copy bandwidth measured at the start, ``ratio`` the time over it. Errors are relative Frobenius against fp64.
+with the backward, ``prep`` the operands and ``out`` the output transform; ``floor`` is the bytes that must move once
+over the copy bandwidth measured at the start, ``ratio`` the time over it. Errors: relative Frobenius against fp64.
 """
 
 from __future__ import annotations

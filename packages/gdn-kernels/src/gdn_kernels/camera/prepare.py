@@ -160,4 +160,4 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, call: CameraCall) -> Prepared:
     spatial = tokens // max(call.frames, 1)
     shape = (batch, heads, call.frames)
     inflation = ratio.view(*shape, spatial).mean(-1) if spatial else ratio.new_zeros(shape)
-    return Prepared(*outs, inflation, rho_q, rho_k)
+    return Prepared(outs[0], outs[1], outs[2], inflation, rho_q, rho_k)

@@ -81,16 +81,23 @@ def key_gradients(
 
 @triton.jit
 def add_partial(
-    p_ptr, y, i_h, o_c_base, HAS_BEFORE, H,
+    p_ptr, y0, y1, i_h, later, H,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Add the sum over a tile's tokens to the program's own partial sums, ``[H, D]`` from ``p_ptr``."""
+    """Add the sums of both halves over a tile's tokens to the program's own partial sums, ``[H, D]`` from ``p_ptr``.
+
+    Several threads may hold an entry: all have read it before one of them writes.
+    """
     o_c = tl.arange(0, HALF)
-    y = tl.sum(tl.reshape(y, (BLOCK_T, BLOCK_H, HALF)), 0)
-    offsets = i_h[:, None] * D + (o_c_base + o_c)[None, :]
+    offsets = i_h[:, None] * D + o_c[None, :]
     mask = (i_h < H)[:, None] & (o_c < D // 2)[None, :]
-    y += tl.load(p_ptr + offsets, mask=mask & HAS_BEFORE, other=0.0)
-    tl.store(p_ptr + offsets, y, mask=mask)
+    p0 = tl.load(p_ptr + offsets, mask=mask & later, other=0.0)
+    p1 = tl.load(p_ptr + offsets + D // 2, mask=mask & later, other=0.0)
+    p0 += tl.sum(tl.reshape(y0, (BLOCK_T, BLOCK_H, HALF)), 0)
+    p1 += tl.sum(tl.reshape(y1, (BLOCK_T, BLOCK_H, HALF)), 0)
+    tl.debug_barrier()
+    tl.store(p_ptr + offsets, p0, mask=mask)
+    tl.store(p_ptr + offsets + D // 2, p1, mask=mask)
 
 
 # A program takes every NUM-th block of tokens and keeps one partial sum of the weights' gradients.
@@ -160,8 +167,7 @@ def prepare_bwd_kernel(
             store_half(dq_ptr, rho * w1 * y1 - factor * x1, o_out, m_r, D, HALF, 1)
             if HAS_WQ:
                 i_p = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
-                add_partial(part_q_ptr, rho * y0 * x0, i_p, 0, later, H, D, HALF, BLOCK_T, BLOCK_H)
-                add_partial(part_q_ptr, rho * y1 * x1, i_p, D // 2, later, H, D, HALF, BLOCK_T, BLOCK_H)
+                add_partial(part_q_ptr, rho * y0 * x0, rho * y1 * x1, i_p, later, H, D, HALF, BLOCK_T, BLOCK_H)
 
         # keys
         o_x, o_d = (i_b * skb + i_n * skn) * ALIGN, (i_b * sbb + i_n * sbn) * ALIGN
@@ -207,8 +213,7 @@ def prepare_bwd_kernel(
             store_half(dk_ptr, rho * w1 * y1 - factor * x1, o_out, m_r, D, HALF, 1)
             if HAS_WK:
                 i_p = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
-                add_partial(part_k_ptr, rho * y0 * x0, i_p, 0, later, H, D, HALF, BLOCK_T, BLOCK_H)
-                add_partial(part_k_ptr, rho * y1 * x1, i_p, D // 2, later, H, D, HALF, BLOCK_T, BLOCK_H)
+                add_partial(part_k_ptr, rho * y0 * x0, rho * y1 * x1, i_p, later, H, D, HALF, BLOCK_T, BLOCK_H)
 
         # values
         o_d = (i_b * scb + i_n * scn) * ALIGN
@@ -230,12 +235,14 @@ def prepare_bwd_kernel(
 def prepare_bwd(
     q: Tensor,
     k: Tensor,
-    rho_q: Tensor | None,
-    rho_k: Tensor | None,
+    rho_q: Tensor,
+    rho_k: Tensor,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     call: CameraCall,
 ) -> Gradients:
     """Return what the gradients of prepared q, k, v and inflation become; any strides, None is zero.
+
+    Without a norm nothing of ``rho_q, rho_k`` is read.
 
     Grid: a few programs per multiprocessor, each with a share of the blocks of tokens. Partial sums of the weights'
     gradients are added in a fixed order: results repeat bit by bit on a device.
@@ -260,7 +267,7 @@ def prepare_bwd(
             prepare_bwd_kernel[(programs,)](
                 q, k, dout_q, dout_k, dout_v, given(dinflation, call.to_ray), given(call.q_weight, q),
                 given(call.k_weight, q), call.to_ray, call.to_world, given(call.cos, call.to_ray),
-                given(call.sin, call.to_ray), given(rho_q, call.to_ray), given(rho_k, call.to_ray), dq, dk, dv,
+                given(call.sin, call.to_ray), rho_q, rho_k, dq, dk, dv,
                 given(partial[0], call.to_ray), given(partial[1], call.to_ray), total, tokens, heads,
                 tokens // max(call.frames, 1), call.k_scale, LEAST_SQUARED_LENGTH, *strides, *ratio_strides,
                 D=width, HALF=padded_half(width), ALIGN=layout.align, HAS_NORM=call.has_norm,

@@ -54,8 +54,9 @@ def _call(
 ) -> Any:  # fmt: skip
     from gdn_kernels.camera.prepare import CameraCall
 
-    weights = [None if w is None else w.contiguous() for w in (q_norm_weight, k_norm_weight)]
-    return CameraCall(*weights, *(_fp32(x) for x in (to_ray, to_world, cos, sin)), frames, k_scale, norm_eps)  # type: ignore[arg-type]
+    q_weight, k_weight = (None if w is None else w.contiguous() for w in (q_norm_weight, k_norm_weight))
+    rays = RayTransforms(*(x.float().contiguous() for x in (to_ray, to_world)))
+    return CameraCall(q_weight, k_weight, *rays, _fp32(cos), _fp32(sin), frames, k_scale, norm_eps)
 
 
 @torch.library.custom_op("gdn_kernels::camera_operands", mutates_args=())
@@ -93,8 +94,7 @@ def _operands_bwd_op(
     from gdn_kernels.camera.prepare_bwd import prepare_bwd
 
     call = _call(q_norm_weight, k_norm_weight, to_ray, to_world, cos, sin, frames, k_scale, norm_eps)
-    rho = (rho_q, rho_k) if call.has_norm else (None, None)
-    found = prepare_bwd(q, k, *rho, (dout_q, dout_k, dout_v, dinflation), call)
+    found = prepare_bwd(q, k, rho_q, rho_k, (dout_q, dout_k, dout_v, dinflation), call)
     weights = [
         q.new_empty(0, dtype=torch.float32) if weight is None or gradient is None else gradient.to(weight.dtype)
         for weight, gradient in zip((q_norm_weight, k_norm_weight), found[3:], strict=True)
@@ -137,9 +137,7 @@ def _output_op(
 ) -> Tensor:
     from gdn_kernels.camera.output import transform_output
 
-    rays = _fp32(to_ray)
-    assert rays is not None
-    return transform_output(x, rays, _fp32(cos), _fp32(sin), dtype, adjoint=adjoint)
+    return transform_output(x, to_ray.float().contiguous(), _fp32(cos), _fp32(sin), dtype, adjoint=adjoint)
 
 
 @_output_op.register_fake
