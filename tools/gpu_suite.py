@@ -98,6 +98,7 @@ def benchmark_jobs(out: Path, limit: float) -> list[Job]:
     commands = {
         "operation": (kernels / "run.py", "--compare", "eager", "sdpa"),
         "stream": (kernels / "run.py", "stream_3", "stream_4", "--direction", "forward", "--state"),
+        "camera": (kernels / "camera.py",),
         "context-parallel": (cp / "frame_gdn.py",),
         "delta-product": (cp / "delta_product.py",),
     }

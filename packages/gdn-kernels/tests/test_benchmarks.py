@@ -12,6 +12,7 @@ from agreement import assert_close
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+import camera  # noqa: E402
 import clips  # noqa: E402
 import run as runner  # noqa: E402
 import shapes  # noqa: E402
@@ -90,3 +91,28 @@ def test_attention_mixes_every_token() -> None:
     q, k, v = clip.qkv.unbind(2)
     weights = torch.softmax(torch.einsum("bnhd,bmhd->bhnm", q, k) * 8**-0.5, -1)
     assert_close(runner.attention(clip), torch.einsum("bhnm,bmhd->bnhd", weights, v), 1e-12)
+
+
+def test_camera_runner_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tiny", "--device", "cpu", "--dtype", "float32", "--repeats", "1", "--json", str(tmp_path / "t.json")]
+    (row,) = camera.main(command)
+    assert max(row["error"], row["error_gradient"]) < camera.BOUNDS[torch.float32]
+    assert all(row[f"ratio_{step}"] > 0 for step in camera.STEPS)
+    assert json.loads((tmp_path / "t.json").read_text())["rows"] == [row]
+    assert "ratio_prep_train" in capsys.readouterr().out
+
+
+def test_camera_runner_stops_at_an_error_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(camera, "errors", lambda inputs, impl: (0.0, float("nan")))
+    with pytest.raises(SystemExit, match="tiny: relative error_gradient nan against fp64 is above"):
+        camera.main(["tiny", "--device", "cpu", "--repeats", "1"])
+
+
+def test_camera_floor_counts_each_byte_once() -> None:
+    shape = shapes.Shape(2, 3, 5, 7, 8, "")
+    inputs = camera.draw(shape, torch.bfloat16, "cpu")
+    shared = [*inputs.rays, *inputs.rope]
+    moved = sum(x.numel() * x.element_size() for x in (*inputs[:3], *inputs[:3], *shared))
+    assert camera.moved_bytes(shape, 2)["prep_fwd"] == moved
+    rays_and_x = (inputs.x, inputs.douts[4], inputs.rays[0], *inputs.rope)
+    assert camera.moved_bytes(shape, 2)["out_fwd"] == sum(x.numel() * x.element_size() for x in rays_and_x)

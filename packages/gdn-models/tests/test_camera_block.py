@@ -20,6 +20,7 @@ from gdn_models import (
     CameraState,
     FrameGDN,
     FrameGDNConfig,
+    camera_block,
     load_published,
     published_state_dict,
     ray_transforms,
@@ -180,8 +181,34 @@ def test_errors_of_the_main_branch_are_those_of_the_blocks_without_a_camera() ->
         CameraFrameGDN(dim=C, heads=H)(X[:, 1:], GRID, CAMERA)
     with pytest.raises(NotImplementedError, match="CameraBidirectionalGDN reads the whole clip both ways"):
         CameraBidirectionalGDN(dim=C, heads=H).init_state(B, GRID)
-    with pytest.raises(NotImplementedError, match="^impl=.triton. "):
-        CameraFrameGDN(dim=C, heads=H, impl="triton")(X, GRID, CAMERA)
+
+
+@pytest.mark.parametrize("kind", [CameraFrameGDN, CameraBidirectionalGDN, CameraChunkCausalGDN])
+def test_triton_that_cannot_run_is_refused_before_any_work(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    block = kind(dim=C, heads=H, impl="triton")
+    x = X.float()
+    block.register_module("q_proj_cam", None)  # a projection that runs fails in another way
+    monkeypatch.setattr(block, "_run_both", None)
+    with pytest.raises(NotImplementedError, match="^impl=.triton. needs tensors on a GPU, got cpu; use impl="):
+        block.float()(x, GRID, CAMERA)
+
+
+@pytest.mark.parametrize("asked", ["auto", "torch"])
+def test_implementation_is_passed_on_to_every_operation_of_the_camera(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = []
+    for name in ("camera_operands", "frame_gdn_numerator", "camera_output"):
+        function = getattr(camera_block, name)
+
+        def spy(*tensors: object, function: object = function, **options: object) -> object:
+            passed.append(options["impl"])
+            return function(*tensors, **options)
+
+        monkeypatch.setattr(camera_block, name, spy)
+    CameraFrameGDN(dim=C, heads=H, impl=asked)(X, GRID, CAMERA)
+    assert passed == [asked] * 3
 
 
 def test_states_that_are_refused() -> None:

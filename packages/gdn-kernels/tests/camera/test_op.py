@@ -5,7 +5,8 @@ import torch
 from agreement import assert_all_close, assert_close, assert_same
 from camera_cases import B, D, F, H, N, angles, camera_by_loops, operands, output_by_loops, rigid_rays
 
-from gdn_kernels import RayTransforms, RotaryTables, camera_operands, camera_output, frame_gdn_numerator
+from gdn_kernels import Impl, RayTransforms, RotaryTables, camera_operands, camera_output, frame_gdn_numerator
+from gdn_kernels.camera import op
 
 RAYS, TABLES = rigid_rays(B, N, 1.0), angles(N, D)
 
@@ -81,7 +82,11 @@ WRONG = [
         "^rope.sin must not require a gradient$",
     ),
     ({"impl": "cuda"}, ValueError, "^impl must be one of 'auto', 'torch', 'triton', got 'cuda'$"),
-    ({"impl": "triton"}, NotImplementedError, '^impl="triton" does not support the camera branch yet; use impl="tor'),
+    (
+        {"impl": "triton"},
+        NotImplementedError,
+        '^impl="triton" supports fp16, bf16 and fp32, got float64; use impl="torch"$',
+    ),
 ]
 WRONG_OPERANDS = [
     ({"q_norm_weight": 1.0}, TypeError, "^q_norm_weight must be a torch.Tensor, got float$"),
@@ -113,3 +118,34 @@ def test_output_refuses(changes: dict[str, object], kind: type[Exception], messa
 def test_output_refuses_dtypes_that_are_not_floating() -> None:
     with pytest.raises(ValueError, match="^dtype must be float16, bfloat16, float32 or float64, got torch.int64$"):
         camera_output(operands()[0], RAYS, dtype=torch.int64)
+
+
+def _in_fp32(width: int) -> dict[str, object]:
+    q, k, v = (x.detach() for x in operands(torch.float32, width=width))
+    return {"q": q, "k": k, "v": v, "rays": RAYS, "frames": F, "impl": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("width", "message"), [(264, "supports D up to 256, got D = 264"), (16, "needs tensors on a GPU, got cpu")]
+)
+def test_triton_that_cannot_run_refuses(width: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    given = _in_fp32(width)
+    with pytest.raises(NotImplementedError, match=f'^impl="triton" {message}; use impl="torch"$'):
+        camera_operands(**given)
+    with pytest.raises(NotImplementedError, match=f'^impl="triton" {message}; use impl="torch"$'):
+        camera_output(given["q"], RAYS, impl="triton")
+
+
+def test_triton_that_is_not_installed_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(op, "_HAS_TRITON", False)
+    with pytest.raises(NotImplementedError, match="needs the package triton, which is not installed"):
+        camera_operands(**_in_fp32(16))
+
+
+def test_auto_takes_triton_on_a_gpu_and_torch_for_what_it_cannot_do() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert op.choose_impl("auto", torch.bfloat16, gpu, 112) is Impl.TRITON
+    assert op.choose_impl("auto", torch.float64, gpu, 112) is Impl.TORCH
+    assert op.choose_impl("auto", torch.float32, cpu, 112) is Impl.TORCH

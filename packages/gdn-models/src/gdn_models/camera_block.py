@@ -21,6 +21,7 @@ from gdn_kernels import (
     checks,
     frame_gdn_numerator,
 )
+from gdn_kernels.camera.op import choose_impl
 from gdn_models.block import FrameGDNBlock
 from gdn_models.cache import CameraState, ConvTails, GDNState, check_tails, zero_tails
 from gdn_models.clip import Clip, mask_tokens
@@ -159,7 +160,7 @@ class CameraGDNBlock(FrameGDNBlock):
             ValueError: As in `FrameGDN`; a camera of another shape, dtype or device; a state whose camera part is
                 missing or left over.
             TypeError: An argument is of the wrong Python type.
-            NotImplementedError: As in `FrameGDN`; a camera that requires a gradient; a camera with ``impl="triton"``.
+            NotImplementedError: As in `FrameGDN`; a camera that requires a gradient.
             RuntimeError: As in `FrameGDN`.
 
         Communication: with a context of several ranks one halo exchange for the convolutions of both branches (if
@@ -273,6 +274,8 @@ class CameraGDNBlock(FrameGDNBlock):
     ) -> Clip:
         """Check every argument without reading device data."""
         clip = super()._checked(x, grid, chunk_starts, frame_valid, state, partition)
+        if camera is not None:
+            choose_impl(self.config.impl, x.dtype, x.device, self.config.head_dim)
         if isinstance(camera, RayTransforms):
             for field, transform in camera._asdict().items():
                 name = f"camera.{field}"

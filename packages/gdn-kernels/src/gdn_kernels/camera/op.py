@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 import torch
 from torch import Tensor
 
 from gdn_kernels import checks
+from gdn_kernels.camera import triton_op
 from gdn_kernels.reference.camera import camera_operands_reference, camera_output_reference
 from gdn_kernels.rope import RotaryTables
 from gdn_kernels.types import CameraOperands, Impl, RayTransforms
+
+WIDEST_TRITON_HEAD = 256
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def camera_operands(
@@ -48,7 +55,8 @@ def camera_operands(
         k_norm_weight: the same, of k.
         k_scale: factor of k, > 0.
         norm_eps: added to the mean square, >= 0.
-        impl: ``"auto"`` and ``"torch"`` are plain torch on every device; there is no Triton implementation yet.
+        impl: ``"auto"`` takes Triton for CUDA tensors of at most 32 bits and torch for all others;
+            ``"torch"``, ``"triton"``. Triton that cannot run raises; nothing falls back.
 
     Returns:
         CameraOperands: ``q``, ``k``, ``v`` in the dtype of q, rounded once from fp32 (fp64), and ``inflation``
@@ -57,9 +65,13 @@ def camera_operands(
     Raises:
         ValueError: A shape, dtype, device or value is wrong.
         TypeError: An argument is of the wrong Python type.
-        NotImplementedError: ``impl="triton"``, or rays that require a gradient.
+        NotImplementedError: Triton with D above 256, fp64 or tensors that are not on a GPU (use ``impl="torch"``); rays
+            that require a gradient.
 
-    Cost: a few passes over q, k, v in fp32; autograd keeps several tensors of their size.
+    Cost: Triton reads q, k, v once and writes three tensors of their size, keeps two numbers per token for its backward
+        and copies rays and tables that are not contiguous fp32. Torch makes a few passes in fp32, and autograd keeps
+        several tensors of their size.
+    Determinism: Triton repeats bit by bit; torch as the products it calls.
     Gradient: of q, k, v and the norm weights, also through ``inflation``, except where a floor of 1e-12 holds.
 
     Example:
@@ -85,8 +97,9 @@ def camera_operands(
     if frames < 0 or (q.shape[1] % frames if frames else q.shape[1]):
         raise ValueError(f"frames must be >= 0 and divide N = {q.shape[1]}, got {frames}")
     k_scale, norm_eps = checks.require_positive("k_scale", k_scale), checks.require_non_negative("norm_eps", norm_eps)
-    _require_torch(impl)
-    return camera_operands_reference(q, k, v, rays, frames, rope, weights[0], weights[1], k_scale, norm_eps)
+    on_torch = choose_impl(impl, q.dtype, q.device, q.shape[3]) is Impl.TORCH
+    apply = camera_operands_reference if on_torch else triton_op.camera_operands_triton
+    return apply(q, k, v, rays, frames, rope, weights[0], weights[1], k_scale, norm_eps)
 
 
 def camera_output(
@@ -118,7 +131,8 @@ def camera_output(
     Raises:
         ValueError: A shape, dtype or device is wrong.
         TypeError: An argument is of the wrong Python type.
-        NotImplementedError: ``impl="triton"``, or rays that require a gradient.
+        NotImplementedError: Triton with D above 256, fp64 or tensors that are not on a GPU (use ``impl="torch"``); rays
+            that require a gradient.
 
     Gradient: of x.
 
@@ -132,13 +146,33 @@ def camera_output(
     _check_rope(rope, x, "x")
     if dtype is not None and dtype not in checks.FLOATING:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
-    _require_torch(impl)
-    return camera_output_reference(x, rays, rope, x.dtype if dtype is None else dtype)
+    on_torch = choose_impl(impl, x.dtype, x.device, x.shape[3]) is Impl.TORCH
+    apply = camera_output_reference if on_torch else triton_op.camera_output_triton
+    return apply(x, rays, rope, x.dtype if dtype is None else dtype)
 
 
-def _require_torch(impl: Impl | str) -> None:
-    if checks.as_impl(impl) is Impl.TRITON:
-        raise NotImplementedError('impl="triton" does not support the camera branch yet; use impl="torch" or "auto"')
+def choose_impl(impl: Impl | str, dtype: torch.dtype, device: torch.device, width: int) -> Impl:
+    """Return ``Impl.TORCH`` or ``Impl.TRITON`` for operands of a dtype and width D on a device.
+
+    Raises:
+        NotImplementedError: Triton was asked for and cannot run.
+    """
+    wanted, on_gpu = checks.as_impl(impl), device.type == "cuda"
+    if wanted is Impl.AUTO:
+        wanted = Impl.TRITON if on_gpu and dtype != torch.float64 else Impl.TORCH
+    if wanted is Impl.TRITON:
+        reason = None
+        if dtype == torch.float64:
+            reason = "supports fp16, bf16 and fp32, got float64"
+        elif width > WIDEST_TRITON_HEAD:
+            reason = f"supports D up to {WIDEST_TRITON_HEAD}, got D = {width}"
+        elif not on_gpu and not os.environ.get("TRITON_INTERPRET"):
+            reason = f"needs tensors on a GPU, got {device}"
+        elif not _HAS_TRITON:
+            reason = "needs the package triton, which is not installed"
+        if reason is not None:
+            raise NotImplementedError(f'impl="triton" {reason}; use impl="torch"')
+    return wanted
 
 
 def _check_operand(name: str, x: Tensor) -> None:
