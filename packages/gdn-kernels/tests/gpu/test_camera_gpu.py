@@ -91,6 +91,7 @@ def test_cameras_very_far_away_stay_as_near_to_fp64_as_torch() -> None:
         assert relative_error(found[name], value) <= 8 * max(relative_error(low[name], value), 2.0**-21), name
 
 
+@pytest.mark.whole_gpu
 def test_last_batch_row_beyond_two_to_the_31_elements_equals_the_row_alone() -> None:
     if torch.cuda.get_device_properties(0).total_memory < 100e9:
         pytest.skip("needs 100 GB of memory")
