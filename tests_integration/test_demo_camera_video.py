@@ -14,7 +14,6 @@ sys.path[:0] = [str(DEMO), str(DEMO.parent)]
 
 import footage  # noqa: E402  the folders above are on the path now
 import predictor  # noqa: E402
-import proof  # noqa: E402
 import scene  # noqa: E402
 import stream  # noqa: E402
 import training  # noqa: E402

@@ -1,15 +1,15 @@
 """Stills of a clip seen by a camera that pans and zooms: windows of a larger picture, whose cameras are known exactly.
 
-A window of ``width`` source pixels at (left, top), shown WIDTH pixels wide, magnifies by ``m = WIDTH / width``: what the
-source has at x, it has at ``(x - left) m``. So the ray through it, ``((x - SOURCE_WIDTH / 2) / FOCAL, ..., 1)`` in the
-source camera, is that of a camera with the same pose, here the identity, and
+A window of ``width`` source pixels at (left, top), shown WIDTH pixels wide, magnifies by ``m = WIDTH / width``: what
+the source has at x, it has at ``(x - left) m``. So the ray through it, ``((x - SOURCE_WIDTH / 2) / FOCAL, ..., 1)`` in
+the source camera, is that of a camera with the same pose, here the identity, and
 
     fx = FOCAL m      cx = (SOURCE_WIDTH / 2 - left) m      and the same for y
 
-That is exact: a crop moves the principal point, a zoom scales the focal length, and neither turns the camera, which would
-take a homography and the focal length that the clip was filmed with. FOCAL may be any number that all windows share; a
-short one spreads the rays. Positions count from the left edge of a pixel, as those of `ray_transforms` do, so that no
-half pixel is lost between two sizes.
+That is exact: a crop moves the principal point, a zoom scales the focal length, and neither turns the camera, which
+would take a homography and the focal length that the clip was filmed with. FOCAL may be any number that all windows
+share; a short one spreads the rays. Positions count from the left edge of a pixel, as those of `ray_transforms` do, so
+that no half pixel is lost between two sizes.
 """
 
 from __future__ import annotations

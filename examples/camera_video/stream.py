@@ -1,4 +1,4 @@
-"""What the trained model is asked: in one call or as a stream, with the right camera or another, going left or right."""
+"""What the trained model is asked: in one call or as a stream, with the right camera or another, left or right."""
 
 from __future__ import annotations
 
