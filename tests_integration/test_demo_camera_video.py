@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ sys.path[:0] = [str(DEMO), str(DEMO.parent)]
 
 import footage  # noqa: E402  the folders above are on the path now
 import predictor  # noqa: E402
+import proof  # noqa: E402
 import scene  # noqa: E402
 import stream  # noqa: E402
 import training  # noqa: E402
@@ -23,34 +24,36 @@ from gdn_models import ray_transforms  # noqa: E402
 pytestmark = pytest.mark.ranks
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(DEMO / "run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def main(*arguments):
+    """Run the demo in this process; its module is loaded under a name that no other demo has."""
+    spec = importlib.util.spec_from_file_location("camera_video_run", DEMO / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main(arguments)
 
 
-def test_two_steps_on_three_ranks_agree_and_draw_the_picture(tmp_path):
-    done = run("--steps", "2", "--ranks", "3", "--out", str(tmp_path / "new" / "picture.png"))
-    assert done.returncode == 0, done.stderr
-    assert "one process and ranks agree" in done.stdout
-    assert "cp_frame_gdn_numerator backward" in done.stdout
-    assert "stream against a single call" in done.stdout
-    assert (tmp_path / "new" / "picture.png").stat().st_size > 10_000
+def test_two_steps_on_three_ranks_agree_and_draw_the_picture(tmp_path, capfd):
+    picture = tmp_path / "new" / "picture.png"
+    assert main("--steps", "2", "--ranks", "3", "--out", str(picture)) == 0
+    shown = capfd.readouterr().out
+    assert "one process and ranks agree" in shown
+    assert "cp_frame_gdn_numerator backward" in shown
+    assert "stream against a single call" in shown
+    assert picture.stat().st_size > 10_000
 
 
-def test_a_missing_sum_of_gradients_is_exit_status_1(tmp_path):
-    done = run("--steps", "2", "--break-it", "--out", str(tmp_path / "picture.png"))
-    assert done.returncode == 1, done.stderr
-    assert "one process and ranks DISAGREE" in done.stdout
+def test_a_missing_sum_of_gradients_is_exit_status_1(tmp_path, capfd):
+    assert main("--steps", "2", "--break-it", "--out", str(tmp_path / "picture.png")) == 1
+    assert "one process and ranks DISAGREE" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"), [(("--clip", "no.mp4"), "there is no file"), (("--out", "{file}/x.png"), "cannot write")]
 )
-def test_what_cannot_be_read_or_written_is_one_sentence(tmp_path, arguments, says):
+def test_what_cannot_be_read_or_written_is_one_sentence(tmp_path, capfd, arguments, says):
     (tmp_path / "file").touch()
-    done = run(*(argument.format(file=tmp_path / "file") for argument in arguments))
-    assert done.returncode == 2
-    (sentence,) = done.stderr.strip().splitlines()
+    assert main(*(argument.format(file=tmp_path / "file") for argument in arguments)) == 2
+    (sentence,) = capfd.readouterr().err.strip().splitlines()
     assert sentence.startswith("demo: ")
     assert says in sentence
 
@@ -114,3 +117,19 @@ def test_a_stream_equals_a_single_call_and_a_lost_state_is_noticed(monkeypatch):
 
     monkeypatch.setattr(model, "stream", forgetful)
     assert not stream.compare_stream(model, views).holds
+
+
+def test_the_model_learns_to_look_where_the_camera_looks():
+    """After 100 steps, on stills and paths it has not seen: 9 to 15 percent less error with the right camera (3 seeds)."""
+    stills = scene.load_stills(footage.default_clip())
+    done = training.train(stills, proof.Settings(steps=100), torch.device("cpu"), None, "one")
+    model = predictor.make_predictor(0)
+    model.load_state_dict(done.weights)
+    found = stream.errors(model, training.evaluation_views(stills))
+    assert found.right < found.repeated
+    assert found.right < 0.97 * found.other
+    (left, left_at_right), (right_at_left, right) = stream.fork_errors(
+        stream.fork(model, training.unseen_stills(stills))
+    )
+    assert left < 0.97 * right_at_left  # what is to the left: frames streamed to the left are nearer to it
+    assert right < 0.97 * left_at_right

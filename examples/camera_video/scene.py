@@ -8,8 +8,8 @@ the source camera, is that of a camera with the same pose, here the identity, an
 
 That is exact: a crop moves the principal point, a zoom scales the focal length, and neither turns the camera, which
 would take a homography and the focal length that the clip was filmed with. FOCAL may be any number that all windows
-share; a short one spreads the rays. Positions count from the left edge of a pixel, as those of `ray_transforms` do, so
-that no half pixel is lost between two sizes.
+share; a short one spreads the rays of neighbouring tokens, which then are easier to tell apart. Positions count from
+the left edge of a pixel, as those of `ray_transforms` do, so that no half pixel is lost between two sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from footage import decode
 from torch import Tensor, nn
 
-SOURCE_HEIGHT, SOURCE_WIDTH, FOCAL = 44, 104, 30.0
+SOURCE_HEIGHT, SOURCE_WIDTH, FOCAL = 44, 104, 6.0
 STILLS, STRIDE = 24, 10
 HEIGHT, WIDTH, PATCH = 24, 32, 4
 SPATIAL = (HEIGHT // PATCH, WIDTH // PATCH)
