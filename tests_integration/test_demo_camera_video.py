@@ -120,7 +120,7 @@ def test_a_stream_equals_a_single_call_and_a_lost_state_is_noticed(monkeypatch):
 
 
 def test_the_model_learns_to_look_where_the_camera_looks():
-    """After 100 steps, on stills and paths it has not seen: 9 to 15 percent less error with the right camera (3 seeds)."""
+    """On stills and paths it has not seen: 9 to 15 percent less error with the right camera, with three seeds."""
     stills = scene.load_stills(footage.default_clip())
     done = training.train(stills, proof.Settings(steps=100), torch.device("cpu"), None, "one")
     model = predictor.make_predictor(0)

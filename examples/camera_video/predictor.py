@@ -82,6 +82,10 @@ class Predictor(nn.Module):
 
 
 def make_predictor(seed: int) -> Predictor:
-    """Return the model with the weights that a seed gives, the same in every process."""
+    """Return the model with the weights that a seed gives, the same in every process; fp64.
+
+    Some gradients of a camera branch are nearly 0, and Adam makes steps of full size of them. In fp32 they would be
+    rounding and little else, and two hundred steps of those would be all that a comparison of weights could see.
+    """
     torch.manual_seed(seed)
-    return Predictor()
+    return Predictor().double()

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
     share_cores(1)
     one = train(stills, Settings(options.steps), device, None, "one process")
-    drifted = train(stills, Settings(options.steps, nudge=1 + 2.0**-23), device, None, "one rounding away")
+    drifted = train(stills, Settings(options.steps, nudge=1 + 2.0**-52), device, None, "one rounding away")
     settings = Settings(options.steps, sum_gradients=not options.break_it)
     ranks = on_ranks(size, on_cuda, train, stills, settings)
 

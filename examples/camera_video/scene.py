@@ -38,12 +38,12 @@ class Views(NamedTuple):
 
 
 def load_stills(path: Path) -> Tensor:
-    """Return stills of a video file, ``[STILLS, 3, SOURCE_HEIGHT, SOURCE_WIDTH]`` in [-1, 1].
+    """Return stills of a video file, ``[STILLS, 3, SOURCE_HEIGHT, SOURCE_WIDTH]`` in [-1, 1], fp64.
 
     Raises:
         ClipError: The file is missing, cannot be decoded or is too short.
     """
-    return decode(path, SOURCE_HEIGHT, SOURCE_WIDTH, STRIDE, STILLS).permute(0, 3, 1, 2).contiguous()
+    return decode(path, SOURCE_HEIGHT, SOURCE_WIDTH, STRIDE, STILLS).permute(0, 3, 1, 2).contiguous().double()
 
 
 def random_windows(batch: int, frames: int, generator: torch.Generator) -> Tensor:
@@ -72,12 +72,13 @@ def cameras(windows: Tensor) -> Tensor:
     scale = WIDTH / width
     center = (SOURCE_WIDTH / 2 - left) * scale, (SOURCE_HEIGHT / 2 - top) * scale
     intrinsics = torch.stack((FOCAL * scale, FOCAL * scale, *center), -1)
-    return torch.cat((torch.eye(4).flatten().expand(*windows.shape[:-1], 16), intrinsics), -1)
+    return torch.cat((torch.eye(4, dtype=windows.dtype).flatten().expand(*windows.shape[:-1], 16), intrinsics), -1)
 
 
 def look(stills: Tensor, windows: Tensor) -> Views:
     """Return what the cameras of the windows ``[B, F, 3]`` see of the stills ``[B, 3, height, width]``."""
     batch, frames, _ = windows.shape
+    windows = windows.to(stills.dtype)
     left, top, width = windows.flatten(0, 1).unbind(-1)
     height = width * HEIGHT / WIDTH
     zero = torch.zeros_like(left)
