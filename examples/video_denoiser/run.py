@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # what the demos share
-from clip import ClipError, default_clip, load_clip  # noqa: E402
+from clip import load_clip  # noqa: E402
+from footage import ClipError, default_clip  # noqa: E402
 from proof import Settings, at_least_one, on_ranks, require_writable, share_cores  # noqa: E402
 from report import draw, report  # noqa: E402
 from train import train  # noqa: E402
