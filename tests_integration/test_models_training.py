@@ -1,4 +1,4 @@
-"""Training on several gloo ranks: losses, sums of gradients, wrappers, frozen ranks, checkpoints, several groups."""
+"""Training on several gloo ranks: losses, sums of gradients, frozen ranks, checkpoints, several groups."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from model_cases import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gdn_cp import CPContext, FramePartition, join_backward
@@ -165,53 +162,6 @@ def test_all_reduce_gradients_where_ranks_lack_gradients() -> None:
         assert second is None
         assert third is None if rank == 1 else torch.equal(third, torch.full((2, 2), 101.0))
         assert torch.equal(fourth, torch.full((2, 2), 111.0, dtype=torch.bfloat16))
-
-
-def test_distributed_data_parallel_over_samples_and_frames() -> None:
-    """FC-D11: two samples times two ranks of frames under DDP over all four, against one process."""
-    model = denoiser()
-    (sum(mean_loss(model, sample(seed)) for seed in (1, 2)) / 2).backward()
-    partition = FramePartition((5, 2))
-
-    def worker(rank: int) -> dict[str, Tensor]:
-        groups = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
-        context = CPContext(groups[rank // 2])
-        wrapped = DistributedDataParallel(apply_context_parallel(denoiser(), context, partition))
-        x = partition.split(sample(1 + rank // 2), rank % 2, 1)
-        reduce_loss(mean_loss(wrapped, x), context, x.shape[1] * TOKENS).backward()
-        return gradients_of(wrapped.module)
-
-    for found in run_ranks(4, worker):
-        assert_gradients_agree(found, gradients_of(model))
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-@pytest.mark.parametrize("over", ["samples and frames", "samples"])
-def test_fully_sharded_parameters(over: str) -> None:
-    """FC-D11: FSDP2 over all four ranks averages; over the samples alone its shards are summed over the frames."""
-    model = denoiser()
-    (sum(mean_loss(model, sample(seed)) for seed in (1, 2)) / 2).backward()
-    partition = FramePartition((5, 2))
-
-    def worker(rank: int) -> dict[str, Tensor]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("samples", "frames"))
-        context = CPContext(mesh["frames"].get_group())
-        sharded = apply_context_parallel(denoiser(), context, partition)
-        shards = mesh["samples"] if over == "samples" else init_device_mesh("cpu", (4,))
-        for block in sharded.blocks:
-            fully_shard(block, mesh=shards)
-        fully_shard(sharded, mesh=shards)
-        x = partition.split(sample(1 + rank // 2), rank % 2, 1)
-        local, n = mean_loss(sharded, x), x.shape[1] * TOKENS
-        if over == "samples":
-            (local * n / (partition.total * TOKENS)).backward()
-            all_reduce_gradients(sharded, context)
-        else:
-            reduce_loss(local, context, n).backward()
-        return {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
-
-    for found in run_ranks(4, worker):
-        assert_gradients_agree(found, gradients_of(model))
 
 
 def test_two_models_use_two_groups_and_a_group_need_not_be_the_world() -> None:
