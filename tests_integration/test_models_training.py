@@ -12,6 +12,7 @@ from model_cases import (
     Case,
     Outcome,
     assert_outcomes_agree,
+    camera_of,
     clip_of,
     error,
     make,
@@ -25,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from gdn_cp import CPContext, FramePartition, join_backward
 from gdn_models import (
     BidirectionalGDN,
+    CameraBidirectionalGDN,
+    CameraChunkCausalGDN,
+    CameraFrameGDN,
     ChunkCausalGDN,
     FrameGDN,
     all_reduce_gradients,
@@ -164,9 +168,19 @@ def test_all_reduce_gradients_where_ranks_lack_gradients() -> None:
         assert torch.equal(fourth, torch.full((2, 2), 111.0, dtype=torch.bfloat16))
 
 
-def test_two_models_use_two_groups_and_a_group_need_not_be_the_world() -> None:
+SEEING = {"options": {"dim": 24}, "sees": True}  # three heads of eight channels, and a camera
+
+
+@pytest.mark.parametrize(
+    ("pair", "four"),
+    [
+        (Case(BidirectionalGDN, (3, 4)), Case(FrameGDN, (2, 1, 3, 1))),
+        (Case(CameraBidirectionalGDN, (3, 4), **SEEING), Case(CameraFrameGDN, (2, 1, 3, 1), **SEEING)),
+    ],
+    ids=["main", "camera"],
+)
+def test_two_models_use_two_groups_and_a_group_need_not_be_the_world(pair: Case, four: Case) -> None:
     """FC-D02: groups {0, 1} and {0, 1, 2, 3} alive in one process, and then {1, 3}, which lacks global rank 0."""
-    pair, four = Case(BidirectionalGDN, (3, 4)), Case(FrameGDN, (2, 1, 3, 1))
 
     def worker(rank: int) -> list[Outcome | None]:
         first, other = dist.new_group([0, 1]), dist.new_group([1, 3])
@@ -181,19 +195,29 @@ def test_two_models_use_two_groups_and_a_group_need_not_be_the_world() -> None:
         assert_outcomes_agree(pair, [part for part in parts if part is not None], on_one_process(pair))
 
 
+def local_keywords(case: Case, partition: FramePartition, rank: int) -> dict[str, object]:
+    """Return the keywords of a rank's call."""
+    keywords: dict[str, object] = {} if case.starts is None else {"chunk_starts": case.starts}
+    return keywords | ({"camera": partition.split(camera_of(case), rank, 1)} if case.sees else {})
+
+
 @pytest.mark.parametrize("frozen_rank", [0, 1, 2])
-def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(frozen_rank: int) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [Case(BidirectionalGDN, (3, 2, 2)), Case(CameraBidirectionalGDN, (3, 2, 2), **SEEING)],
+    ids=["main", "camera"],
+)
+def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(case: Case, frozen_rank: int) -> None:
     """FC-D07: neither parameters nor input of one rank need a gradient; the other ranks' gradients do not change."""
-    case = Case(BidirectionalGDN, (3, 2, 2))
 
     def worker(rank: int) -> Outcome:
         partition = FramePartition(case.counts)
         block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
         frozen = rank == frozen_rank
         block.requires_grad_(not frozen)
-        x, upstream = (partition.split(y, rank, 1).reshape(2, -1, C) for y in clip_of(case))
+        x, upstream = (partition.split(y, rank, 1).reshape(2, -1, block.config.dim) for y in clip_of(case))
         x = x.detach().requires_grad_(not frozen)
-        y = block(x, (case.counts[rank], *GRID_2D))
+        y = block(x, (case.counts[rank], *GRID_2D), **local_keywords(case, partition, rank))
         join_backward((y * upstream).sum(), y).backward()
         return Outcome(y.detach(), x.grad, gradients_of(block))
 
@@ -210,15 +234,20 @@ def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(frozen_rank: 
             assert error(part.dx, whole.dx[:, span]) < 1e-10
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_no_grad_everywhere_gives_the_outputs(cls: type[nn.Module]) -> None:
-    case = Case(cls, (3, 0, 4), (0, 2) if cls is ChunkCausalGDN else None)
-
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(cls, (3, 0, 4), (0, 2) if cls is ChunkCausalGDN else None) for cls in CLASSES),
+        Case(CameraChunkCausalGDN, (3, 0, 4), (0, 2), **SEEING),
+    ],
+    ids=lambda case: case.cls.__name__,
+)
+def test_no_grad_everywhere_gives_the_outputs(case: Case) -> None:
     def worker(rank: int) -> list[Tensor]:
         partition = FramePartition(case.counts)
         block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
-        x = partition.split(clip_of(case)[0], rank, 1).reshape(2, case.counts[rank] * TOKENS, C)
-        keywords = {} if case.starts is None else {"chunk_starts": case.starts}
+        x = partition.split(clip_of(case)[0], rank, 1).reshape(2, case.counts[rank] * TOKENS, block.config.dim)
+        keywords = local_keywords(case, partition, rank)
         with torch.no_grad():
             first = block(x, (case.counts[rank], *GRID_2D), **keywords)
         with torch.inference_mode():
