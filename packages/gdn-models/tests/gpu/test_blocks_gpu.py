@@ -75,12 +75,14 @@ def test_other_frames_tokens_and_samples_compile_nothing_new(cls: type[nn.Module
         return block(x, (frames, rows, COLUMNS), *seen, **keywords)
 
     call(2, 4, ROWS).float().square().mean().backward()
-    _, state = call(2, 4, ROWS, state=block.init_state(2, (0, ROWS, COLUMNS)))
+    with torch.no_grad():
+        _, state = call(2, 4, ROWS, state=block.init_state(2, (0, ROWS, COLUMNS)))
     kept = triton.knobs.runtime.jit_post_compile_hook
     triton.knobs.runtime.jit_post_compile_hook = lambda *_, **named: compiled.append(named["repr"])
     try:
-        for frames in (3, 3, 7):
-            _, state = call(2, frames, ROWS, state=state)
+        with torch.no_grad():
+            for frames in (3, 3, 7):
+                _, state = call(2, frames, ROWS, state=state)
         for batch, frames, rows in ((2, 3, ROWS), (2, 11, ROWS), (1, 4, ROWS), (3, 4, 5), (2, 1, 1)):
             call(batch, frames, rows).float().square().mean().backward()
     finally:
