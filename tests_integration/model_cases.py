@@ -49,16 +49,22 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
 
 
+def randomized(model: nn.Module, seed: int = 3) -> nn.Module:
+    """Make the weights of a model random, the same on every process."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("beta_proj.bias", "dt_bias")):
+                parameter.zero_()  # gates around one half: the past fades slowly enough to cross ranks
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise.to(parameter.dtype), alpha=0.3)
+    return model
+
+
 def make(case: Case) -> nn.Module:
     """Return the block of a case with random weights, the same on every process."""
     torch.manual_seed(3)
-    block = case.cls(**{"dim": 12, "heads": 3, "qkv_bias": True, **case.options})
-    with torch.no_grad():
-        for name, parameter in block.named_parameters():
-            if name.endswith(("beta_proj.bias", "dt_bias")):
-                parameter.zero_()  # gates around one half: the past fades slowly enough to cross ranks
-            parameter.add_(torch.randn(parameter.shape), alpha=0.3)
-    return block.to(case.dtype)
+    return randomized(case.cls(**{"dim": 12, "heads": 3, "qkv_bias": True, **case.options})).to(case.dtype)
 
 
 def clip_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -76,15 +82,20 @@ def clip_of(case: Case) -> tuple[Tensor, Tensor]:
     return x, upstream
 
 
-def camera_of(case: Case) -> Tensor:
-    """Return cameras of the whole clip, ``[B, F, 20]``: rotations about one axis, moving centres, changing lenses."""
-    generator = torch.Generator().manual_seed(6)
-    angle, *rest = torch.randn(8, case.batch, sum(case.counts), generator=generator, dtype=torch.float64)
+def camera_clip(batch: int, frames: int, seed: int = 6) -> Tensor:
+    """Return cameras ``[B, F, 20]`` in fp64: rotations about one axis, moving centres, changing lenses."""
+    generator = torch.Generator().manual_seed(seed)
+    angle, *rest = torch.randn(8, batch, frames, generator=generator, dtype=torch.float64)
     one, zero = torch.ones_like(angle), torch.zeros_like(angle)
     cos, sin = angle.cos(), angle.sin()
     pose = (cos, zero, sin, rest[0], zero, one, zero, rest[1], -sin, zero, cos, rest[2], zero, zero, zero, one)
     lens = (1 + rest[3].abs(), 1 + rest[4].abs(), rest[5], rest[6])
-    return torch.stack((*pose, *lens), -1).to(case.dtype)
+    return torch.stack((*pose, *lens), -1)
+
+
+def camera_of(case: Case) -> Tensor:
+    """Return the cameras of the whole clip of a case."""
+    return camera_clip(case.batch, sum(case.counts)).to(case.dtype)
 
 
 def run(case: Case, block: nn.Module, first: int, frames: int, partition: FramePartition | None) -> Outcome:

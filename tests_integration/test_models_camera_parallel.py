@@ -37,14 +37,14 @@ pytestmark = pytest.mark.ranks
 
 CLASSES: Sequence[type[nn.Module]] = (CameraFrameGDN, CameraBidirectionalGDN, CameraChunkCausalGDN)
 PARTITIONS = {
-    2: [(4, 3), (0, 7)],
-    3: [(3, 1, 3), (1, 1, 5), (4, 0, 3)],
+    2: [(4, 3)],
+    3: [(3, 1, 3), (0, 1, 6), (4, 0, 3)],
     5: [(1, 2, 0, 3, 1)],
 }
 STARTS: dict[type[nn.Module], list[tuple[int, ...] | None]] = {
     CameraFrameGDN: [None],
     CameraBidirectionalGDN: [None],
-    CameraChunkCausalGDN: [None, (0, 3), (2, 4), (1, 2, 3, 5)],  # on, next to and away from rank boundaries
+    CameraChunkCausalGDN: [None, (2, 4), (1, 2, 3, 5)],  # on, next to and away from rank boundaries
 }
 WIDTH = {"dim": 24}  # three heads of eight channels
 CONVOLVED = {**WIDTH, "conv_qv": True}
@@ -71,9 +71,9 @@ def test_rows_1_2_3_7_ranks_equal_one_process(cls: type[nn.Module], size: int) -
     compare(
         [
             Case(cls, counts, starts, mask, CONVOLVED, sees=True)
-            for counts in PARTITIONS[size]
+            for i, counts in enumerate(PARTITIONS[size])
             for starts in STARTS[cls]
-            for mask in (None, MASK)
+            for mask in ((MASK, None) if i == 0 else (MASK,))
         ],
         size,
     )
@@ -217,14 +217,34 @@ def test_a_wrong_camera_on_one_rank_is_an_error_on_all(conv_size: int) -> None:
         assert seconds < 5
 
 
-def test_a_camera_on_one_rank_only_is_an_error_where_convolutions_meet() -> None:
-    """The exchange of the halos carries both branches: ranks that disagree differ in its width."""
+@pytest.mark.parametrize("conv_size", [0, 1, 4])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_camera_on_one_rank_only_is_an_error_on_all(cls: type[nn.Module], conv_size: int) -> None:
+    """FC-D05: the ranks would call different operations, with convolutions and without."""
 
+    def worker(rank: int) -> tuple[str, float]:
+        started, block = time.monotonic(), cls(dim=16, heads=2, conv_size=conv_size)
+        apply_context_parallel(block, CPContext(dist.group.WORLD), FramePartition((2, 1, 1)))
+        frames = (2, 1, 1)[rank]
+        camera = torch.ones(1, frames, 20) if rank == 1 else None
+        with pytest.raises(RuntimeError) as caught:
+            block(torch.zeros(1, 2 * frames, 16), (frames, 2, 1), camera)
+        return str(caught.value), time.monotonic() - started
+
+    for message, seconds in run_ranks(3, worker):
+        assert message == f"{cls.__name__}: ranks disagree on camera: rank 0 has none, rank 1 has one"
+        assert seconds < 5
+
+
+def test_a_camera_that_one_rank_drops_later_is_an_error_where_every_call_is_compared() -> None:
     def worker(rank: int) -> str:
-        block = CameraFrameGDN(dim=16, heads=2)
-        apply_context_parallel(block, CPContext(dist.group.WORLD), FramePartition((2, 2)))
-        with pytest.raises(RuntimeError, match="ranks disagree on shape apart from frames") as caught:
-            block(torch.zeros(1, 4, 16), (2, 2, 1), torch.ones(1, 2, 20) if rank else None)
+        block = CameraFrameGDN(dim=16, heads=2, conv_size=0)
+        apply_context_parallel(block, CPContext(dist.group.WORLD, validate="always"), FramePartition((2, 2)))
+        x, camera = torch.zeros(1, 4, 16), torch.ones(1, 2, 20)
+        for seen in (camera, None, camera):
+            block(x, (2, 2, 1), seen)
+        with pytest.raises(RuntimeError, match="ranks disagree on camera: rank 0 has one, rank 1 has none") as caught:
+            block(x, (2, 2, 1), None if rank else camera)
         return str(caught.value)
 
     run_ranks(2, worker)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from model_cases import randomized
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gdn_cp import CPContext, FramePartition, cp_frame_gdn
-from gdn_kernels import frame_gdn
-from gdn_models import BidirectionalGDN, all_reduce_gradients, apply_context_parallel, reduce_loss
+from gdn_cp import CPContext, FramePartition
+from gdn_models import (
+    BidirectionalGDN,
+    ChunkCausalGDN,
+    FrameGDN,
+    all_reduce_gradients,
+    apply_context_parallel,
+    reduce_loss,
+)
 
 FRAMES, ROWS, COLUMNS, C, H = 5, 2, 1, 12, 2
 S, PARTITION = ROWS * COLUMNS, FramePartition((3, 2))
 TOLERANCE = 1e-10
+GUIDE = Path(__file__).parent.parent / "docs/guide/tensor_parallelism.md"
 
 pytestmark = [
     pytest.mark.ranks,
@@ -40,13 +52,7 @@ class Model(nn.Module):
 
 def make() -> Model:
     torch.manual_seed(5)
-    model = Model().double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("beta_proj.bias", "dt_bias")):
-                parameter.zero_()  # gates around one half: the past fades slowly enough to cross ranks
-            parameter.add_(torch.randn(parameter.shape, dtype=torch.float64), alpha=0.3)
-    return model
+    return randomized(Model()).double()
 
 
 def sample(replica: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +105,7 @@ def check_everywhere(worker) -> None:
 
 
 def test_ddp_over_data_and_context_ranks() -> None:
-    """DDP averages over all four ranks; `reduce_loss` weighs uneven shards."""
+    """FC-D11: DDP averages over all four ranks; `reduce_loss` weighs uneven shards."""
 
     def worker(rank: int) -> dict[str, Tensor]:
         mesh = mesh_of("dp", "cp")
@@ -114,7 +120,7 @@ def test_ddp_over_data_and_context_ranks() -> None:
 
 
 def test_fsdp_over_data_and_context_ranks() -> None:
-    """FSDP2 shards parameters over all four ranks, and averages."""
+    """FC-D11: FSDP2 shards parameters over all four ranks, and averages."""
 
     def worker(rank: int) -> dict[str, Tensor]:
         mesh = mesh_of("dp", "cp")
@@ -133,7 +139,7 @@ def test_fsdp_over_data_and_context_ranks() -> None:
 
 
 def test_fsdp_over_data_ranks_and_a_sum_over_context_ranks() -> None:
-    """FSDP2 averages over data alone; this rank's part of the mean, then a sum over the context."""
+    """FC-D11: FSDP2 averages over data alone; this rank's part of the mean, then a sum over the context."""
 
     def worker(rank: int) -> dict[str, Tensor]:
         mesh = mesh_of("dp", "cp")
@@ -152,54 +158,71 @@ def test_fsdp_over_data_ranks_and_a_sum_over_context_ranks() -> None:
 
 # ---- tensor parallelism: heads over one axis, frames over the other
 
-WIDTH, HEADS = 6, 4
-WEIGHTS = {"qkv": (3, HEADS, WIDTH, C), "beta": (HEADS, C), "decay": (HEADS, C), "proj": (HEADS, WIDTH, C)}
+
+def guide(name: str) -> Any:
+    """Return what the guide on tensor parallelism defines: what it shows is what is tested."""
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        exec(compile(code, str(GUIDE), "exec"), names)
+    return names[name]
 
 
-def weights() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(9)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in WEIGHTS.items()}
+def split_block(cls: type[nn.Module], **options: object) -> nn.Module:
+    torch.manual_seed(7)
+    block = cls(dim=16, heads=4, qk_norm=False, **options)
+    return randomized(block).double()
 
 
-def mix(x: Tensor, w: dict[str, Tensor], context: CPContext | None) -> Tensor:
-    """Project, mix and project back with the heads that are there: a partial sum of the output over heads."""
-    tokens = x.unflatten(1, (-1, S))
-    qkv = torch.einsum("bnc,thdc->bnthd", x, w["qkv"])
-    beta = torch.einsum("bfsc,hc->bhfs", tokens, w["beta"]).sigmoid()
-    decay = torch.einsum("bfc,hc->bhf", tokens.mean(2), w["decay"]).sigmoid()
-    options = {"direction": "bidirectional", "k_scale": 0.3, "eps": 0.5}
-    if context is None:
-        output = frame_gdn(qkv, beta, decay, **options).output
-    else:
-        output = cp_frame_gdn(qkv, beta, decay, context=context, partition=PARTITION, **options).output
-    return torch.einsum("bnhd,hdc->bnc", output, w["proj"])
+@pytest.mark.parametrize(
+    ("cls", "options", "keywords"),
+    [
+        (BidirectionalGDN, {"conv_qv": True, "qkv_bias": True}, {}),
+        (ChunkCausalGDN, {"output_gate": False, "eps": 0.5}, {"chunk_starts": (2, 4)}),
+        (FrameGDN, {"conv_size": 0, "rope_theta": None}, {}),
+    ],
+)
+def test_halves_of_the_heads_over_tensor_ranks_and_frames_over_context_ranks(
+    cls: type[nn.Module], options: dict, keywords: dict
+) -> None:
+    """A block with half of the heads on each tensor rank, sums over that axis inside the ranks, frames over the other.
 
+    Output and gradient of the input are whole on every rank; gradients of parameters are those of the rank's heads.
+    """
+    tensor_parallel, heads_of = guide("TensorParallel"), guide("heads_of")
+    generator = torch.Generator().manual_seed(1)
+    x, upstream = (torch.randn(2, FRAMES, S * 16, generator=generator, dtype=torch.float64) for _ in range(2))
 
-def test_heads_over_tensor_ranks_and_frames_over_context_ranks() -> None:
-    """One context per tensor rank; a partial sum over heads is enough, since a loss that is linear in it adds up."""
-    x, upstream = sample(0)
-
-    def worker(rank: int) -> tuple[Tensor, dict[str, Tensor], int, int]:
+    def worker(rank: int) -> tuple[int, int, Tensor, Tensor, dict[str, Tensor]]:
         mesh = mesh_of("tp", "cp")
-        context, part = CPContext(mesh=mesh, mesh_axis="cp"), mesh.get_local_rank("tp")
-        heads = slice(part * HEADS // 2, (part + 1) * HEADS // 2)
-        whole = weights()
-        own = {name: (w[:, heads] if name == "qkv" else w[heads]).clone() for name, w in whole.items()}
-        for w in own.values():
-            w.requires_grad_()
-        local, up = (PARTITION.split(t.unflatten(1, (FRAMES, S)), context.rank, 1).flatten(1, 2) for t in (x, upstream))
-        y = mix(local, own, context)
-        (y * up).sum().backward()
-        all_reduce_gradients(own.values(), context)
-        return y.detach(), {name: w.grad for name, w in own.items()}, part, context.rank
+        context = CPContext(mesh=mesh, mesh_axis="cp")
+        model = apply_context_parallel(tensor_parallel(split_block(cls, **options), mesh["tp"]), context, PARTITION)
+        local, up = (PARTITION.split(t, context.rank, 1).reshape(2, -1, 16) for t in (x, upstream))
+        local = local.detach().requires_grad_()
+        y = model(local, (PARTITION.counts[context.rank], ROWS, COLUMNS), **keywords)
+        y.backward(up)
+        all_reduce_gradients(model, context)
+        gradients = {name: p.grad for name, p in model.block.named_parameters()}
+        return mesh.get_local_rank("tp"), context.rank, y.detach(), local.grad, gradients
 
-    whole = {name: w.requires_grad_() for name, w in weights().items()}
-    expected = mix(x, whole, None)
-    (expected * upstream).sum().backward()
-    ranks = {(part, place): (y, grads) for y, grads, part, place in run_ranks(4, worker)}
-    outputs = [ranks[0, place][0] + ranks[1, place][0] for place in range(2)]
-    assert_close({"y": torch.cat(outputs, 1)}, {"y": expected.detach()})
-    for place in range(2):
-        halves = [ranks[part, place][1] for part in range(2)]
-        found = {name: torch.cat([half[name] for half in halves], 1 if name == "qkv" else 0) for name in whole}
-        assert_close(found, {name: w.grad for name, w in whole.items()})
+    block, whole = split_block(cls, **options), x.reshape(2, -1, 16).requires_grad_()
+    y = block(whole, (FRAMES, ROWS, COLUMNS), **keywords)
+    y.backward(upstream.reshape(y.shape))
+    of_gradients = split_block(cls, **options)
+    with torch.no_grad():
+        for name, parameter in of_gradients.named_parameters():
+            parameter.copy_(block.get_parameter(name).grad)
+    sizes = dict.fromkeys(range(2), 0)
+    for part, place, found, dx, gradients in run_ranks(4, worker):
+        span = slice(PARTITION.starts[place] * S, PARTITION.starts[place + 1] * S)
+        assert_close({"y": found, "dx": dx}, {"y": y.detach()[:, span], "dx": whole.grad[:, span]})
+        assert_close(gradients, heads_of(of_gradients, part, 2).state_dict())
+        sizes[place] += sum(gradient.numel() for gradient in gradients.values())
+    assert set(sizes.values()) == {sum(p.numel() for p in block.parameters())}, "nothing is left out, or there twice"
+
+
+def test_a_norm_over_all_channels_is_refused_where_a_block_holds_some() -> None:
+    """Normalised over half of the channels it would be another model: refused, on the ranks of a context as well."""
+    block = BidirectionalGDN(dim=16, heads=4)
+    half = guide("heads_of")(block, 0, 2)
+    with pytest.raises(NotImplementedError, match="^qk_norm over 16 channels, of which this block holds 8, is not"):
+        half(torch.zeros(1, 4, 16), (2, ROWS, COLUMNS))

@@ -1,4 +1,4 @@
-"""Training on several gloo ranks: losses, sums of gradients, wrappers, frozen ranks, checkpoints, several groups."""
+"""Training on several gloo ranks: losses, sums of gradients, frozen ranks, checkpoints, several groups."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from model_cases import (
     Case,
     Outcome,
     assert_outcomes_agree,
+    camera_of,
     clip_of,
     error,
     make,
@@ -20,14 +21,14 @@ from model_cases import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gdn_cp import CPContext, FramePartition, join_backward
 from gdn_models import (
     BidirectionalGDN,
+    CameraBidirectionalGDN,
+    CameraChunkCausalGDN,
+    CameraFrameGDN,
     ChunkCausalGDN,
     FrameGDN,
     all_reduce_gradients,
@@ -167,56 +168,19 @@ def test_all_reduce_gradients_where_ranks_lack_gradients() -> None:
         assert torch.equal(fourth, torch.full((2, 2), 111.0, dtype=torch.bfloat16))
 
 
-def test_distributed_data_parallel_over_samples_and_frames() -> None:
-    """FC-D11: two samples times two ranks of frames under DDP over all four, against one process."""
-    model = denoiser()
-    (sum(mean_loss(model, sample(seed)) for seed in (1, 2)) / 2).backward()
-    partition = FramePartition((5, 2))
-
-    def worker(rank: int) -> dict[str, Tensor]:
-        groups = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
-        context = CPContext(groups[rank // 2])
-        wrapped = DistributedDataParallel(apply_context_parallel(denoiser(), context, partition))
-        x = partition.split(sample(1 + rank // 2), rank % 2, 1)
-        reduce_loss(mean_loss(wrapped, x), context, x.shape[1] * TOKENS).backward()
-        return gradients_of(wrapped.module)
-
-    for found in run_ranks(4, worker):
-        assert_gradients_agree(found, gradients_of(model))
+SEEING = {"options": {"dim": 24}, "sees": True}  # three heads of eight channels, and a camera
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-@pytest.mark.parametrize("over", ["samples and frames", "samples"])
-def test_fully_sharded_parameters(over: str) -> None:
-    """FC-D11: FSDP2 over all four ranks averages; over the samples alone its shards are summed over the frames."""
-    model = denoiser()
-    (sum(mean_loss(model, sample(seed)) for seed in (1, 2)) / 2).backward()
-    partition = FramePartition((5, 2))
-
-    def worker(rank: int) -> dict[str, Tensor]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("samples", "frames"))
-        context = CPContext(mesh["frames"].get_group())
-        sharded = apply_context_parallel(denoiser(), context, partition)
-        shards = mesh["samples"] if over == "samples" else init_device_mesh("cpu", (4,))
-        for block in sharded.blocks:
-            fully_shard(block, mesh=shards)
-        fully_shard(sharded, mesh=shards)
-        x = partition.split(sample(1 + rank // 2), rank % 2, 1)
-        local, n = mean_loss(sharded, x), x.shape[1] * TOKENS
-        if over == "samples":
-            (local * n / (partition.total * TOKENS)).backward()
-            all_reduce_gradients(sharded, context)
-        else:
-            reduce_loss(local, context, n).backward()
-        return {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
-
-    for found in run_ranks(4, worker):
-        assert_gradients_agree(found, gradients_of(model))
-
-
-def test_two_models_use_two_groups_and_a_group_need_not_be_the_world() -> None:
+@pytest.mark.parametrize(
+    ("pair", "four"),
+    [
+        (Case(BidirectionalGDN, (3, 4)), Case(FrameGDN, (2, 1, 3, 1))),
+        (Case(CameraBidirectionalGDN, (3, 4), **SEEING), Case(CameraFrameGDN, (2, 1, 3, 1), **SEEING)),
+    ],
+    ids=["main", "camera"],
+)
+def test_two_models_use_two_groups_and_a_group_need_not_be_the_world(pair: Case, four: Case) -> None:
     """FC-D02: groups {0, 1} and {0, 1, 2, 3} alive in one process, and then {1, 3}, which lacks global rank 0."""
-    pair, four = Case(BidirectionalGDN, (3, 4)), Case(FrameGDN, (2, 1, 3, 1))
 
     def worker(rank: int) -> list[Outcome | None]:
         first, other = dist.new_group([0, 1]), dist.new_group([1, 3])
@@ -231,19 +195,29 @@ def test_two_models_use_two_groups_and_a_group_need_not_be_the_world() -> None:
         assert_outcomes_agree(pair, [part for part in parts if part is not None], on_one_process(pair))
 
 
+def local_keywords(case: Case, partition: FramePartition, rank: int) -> dict[str, object]:
+    """Return the keywords of a rank's call."""
+    keywords: dict[str, object] = {} if case.starts is None else {"chunk_starts": case.starts}
+    return keywords | ({"camera": partition.split(camera_of(case), rank, 1)} if case.sees else {})
+
+
 @pytest.mark.parametrize("frozen_rank", [0, 1, 2])
-def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(frozen_rank: int) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [Case(BidirectionalGDN, (3, 2, 2)), Case(CameraBidirectionalGDN, (3, 2, 2), **SEEING)],
+    ids=["main", "camera"],
+)
+def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(case: Case, frozen_rank: int) -> None:
     """FC-D07: neither parameters nor input of one rank need a gradient; the other ranks' gradients do not change."""
-    case = Case(BidirectionalGDN, (3, 2, 2))
 
     def worker(rank: int) -> Outcome:
         partition = FramePartition(case.counts)
         block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
         frozen = rank == frozen_rank
         block.requires_grad_(not frozen)
-        x, upstream = (partition.split(y, rank, 1).reshape(2, -1, C) for y in clip_of(case))
+        x, upstream = (partition.split(y, rank, 1).reshape(2, -1, block.config.dim) for y in clip_of(case))
         x = x.detach().requires_grad_(not frozen)
-        y = block(x, (case.counts[rank], *GRID_2D))
+        y = block(x, (case.counts[rank], *GRID_2D), **local_keywords(case, partition, rank))
         join_backward((y * upstream).sum(), y).backward()
         return Outcome(y.detach(), x.grad, gradients_of(block))
 
@@ -260,15 +234,20 @@ def test_a_block_frozen_on_one_rank_only_still_passes_gradients_on(frozen_rank: 
             assert error(part.dx, whole.dx[:, span]) < 1e-10
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_no_grad_everywhere_gives_the_outputs(cls: type[nn.Module]) -> None:
-    case = Case(cls, (3, 0, 4), (0, 2) if cls is ChunkCausalGDN else None)
-
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(cls, (3, 0, 4), (0, 2) if cls is ChunkCausalGDN else None) for cls in CLASSES),
+        Case(CameraChunkCausalGDN, (3, 0, 4), (0, 2), **SEEING),
+    ],
+    ids=lambda case: case.cls.__name__,
+)
+def test_no_grad_everywhere_gives_the_outputs(case: Case) -> None:
     def worker(rank: int) -> list[Tensor]:
         partition = FramePartition(case.counts)
         block = apply_context_parallel(make(case), CPContext(dist.group.WORLD), partition)
-        x = partition.split(clip_of(case)[0], rank, 1).reshape(2, case.counts[rank] * TOKENS, C)
-        keywords = {} if case.starts is None else {"chunk_starts": case.starts}
+        x = partition.split(clip_of(case)[0], rank, 1).reshape(2, case.counts[rank] * TOKENS, block.config.dim)
+        keywords = local_keywords(case, partition, rank)
         with torch.no_grad():
             first = block(x, (case.counts[rank], *GRID_2D), **keywords)
         with torch.inference_mode():

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 
 import torch
+import torch._dynamo  # the optimiser imports it, which takes each process seconds: once, before they fork
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
@@ -18,26 +19,38 @@ from gdn_cp import CPContext, FramePartition
 from gdn_models import BidirectionalGDN, apply_context_parallel, reduce_loss
 
 FRAMES, GRID, DIM = 5, (2, 2), 16  # frames of a clip; rows and columns of a frame's tokens; channels
-TOKENS = GRID[0] * GRID[1]
+TOKENS, RATE = GRID[0] * GRID[1], 0.1
 
 
 def make_model():
     torch.manual_seed(0)  # the same weights on every rank
-    return nn.ModuleList(BidirectionalGDN(dim=DIM, heads=2) for _ in range(2))
+    return nn.ModuleList(BidirectionalGDN(dim=DIM, heads=2) for _ in range(2)).double()
 
 
 def clip_of(replica):
-    return torch.randn(1, FRAMES * TOKENS, DIM, generator=torch.Generator().manual_seed(replica))
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randn(1, FRAMES * TOKENS, DIM, generator=generator, dtype=torch.float64)
 
 
-def loss_of(model, x, target):
-    y = x
+def mean_square(model, x):
     for block in model:
-        y = y + block(y, (x.shape[1] // TOKENS, *GRID))
-    return (y - target).square().mean()
+        x = x + block(x, (x.shape[1] // TOKENS, *GRID))
+    return x.square().mean()
 
 
-def train(rank, folder):
+def train(model, loss_of):
+    """Make two steps; return the loss of each. The second update shows in the weights alone."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def rank_of_four(rank, folder):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # outputs of Linear are views; none is written to
     limit = datetime.timedelta(seconds=60)
@@ -50,36 +63,33 @@ def train(rank, folder):
     every = init_device_mesh("cpu", (4,))
     for block in model:
         fully_shard(block, mesh=every)  # parameters over all four ranks
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    clip = clip_of(mesh.get_local_rank("dp")).unflatten(1, (FRAMES, TOKENS))
+    replica = mesh.get_local_rank("dp")
+    clip = clip_of(replica).unflatten(1, (FRAMES, TOKENS))
     own = partition.split(clip, context.rank, 1).flatten(1, 2)  # this rank's frames of its replica's clip
-    losses = []
-    for _ in range(2):
-        loss = reduce_loss(loss_of(model, own, torch.zeros_like(own)), context, n_local=own.shape[1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())  # the mean over the clip, equal on both of its ranks
-    if context.rank == 0:
-        torch.save(losses, f"{folder}/{mesh.get_local_rank('dp')}")
+    losses = train(model, lambda: reduce_loss(mean_square(model, own), context, n_local=own.shape[1]))
+    weights = [parameter.full_tensor() for parameter in model.parameters()]
+    torch.save((replica, losses, weights), f"{folder}/{rank}")  # a loss is the mean over the clip, equal on both ranks
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, args=(folder,), nprocs=4)
-        ranks = torch.tensor([torch.load(f"{folder}/{replica}") for replica in range(2)]).mean(0)
+        mp.start_processes(rank_of_four, args=(folder,), nprocs=4, start_method="fork")
+        ranks = [torch.load(f"{folder}/{rank}") for rank in range(4)]
+    mean = torch.tensor([losses for _, losses, _ in ranks], dtype=torch.float64).mean(0)
 
-    model, alone = make_model(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        loss = sum(loss_of(model, clip_of(replica), torch.zeros(())) for replica in range(2)) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        alone.append(loss.item())
-    print("loss per step, four ranks: ", [f"{value:.6f}" for value in ranks.tolist()])
+    model = make_model()
+    alone = train(model, lambda: sum(mean_square(model, clip_of(replica)) for replica in range(2)) / 2)
+    print("loss per step, four ranks: ", [f"{value:.6f}" for value in mean.tolist()])
     print("loss per step, one process:", [f"{value:.6f}" for value in alone])
-    assert torch.allclose(ranks, torch.tensor(alone), rtol=1e-5)
+    difference = max(
+        (found - weight).abs().max() for *_, weights in ranks for found, weight in zip(weights, model.parameters())
+    )
+    update = max(RATE * weight.grad.abs().max() for weight in model.parameters())
+    print(
+        f"largest difference of a weight on any rank: {difference:.1e}, largest update of the last step: {update:.1e}"
+    )
+    assert torch.allclose(mean, torch.tensor(alone, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert difference < 1e-12 * update < 1e-12

@@ -78,13 +78,16 @@ def turned_by_loops(x: Tensor, grid: tuple[int, int, int], theta: float | None, 
 
 
 def transformed_by_loops(x: Tensor, matrices: Tensor, *turn: object) -> Tensor:
-    """Map the first half of ``x [B, N, H, D]`` group by group with ``matrices [B, N, 4, 4]``, rotate the second."""
-    half = x.shape[-1] // 2
+    """Map the first half of ``x [B, N, H, D]`` group by group with ``matrices [B, N, 4, 4]``, rotate the second.
+
+    In the dtype of x: matrices are rounded to it, and so is what turns in fp64.
+    """
+    half, matrices = x.shape[-1] // 2, matrices.to(x.dtype)
     groups = [
         torch.stack([(matrices[:, :, i, None, :] * x[..., g : g + 4]).sum(-1) for i in range(4)], -1)
         for g in range(0, half, 4)
     ]
-    return torch.cat((*groups, turned_by_loops(x[..., half:], *turn)), -1)
+    return torch.cat((*groups, turned_by_loops(x[..., half:], *turn).to(x.dtype)), -1)
 
 
 def camera_by_loops(

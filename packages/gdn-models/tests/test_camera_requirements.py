@@ -1,5 +1,7 @@
 """What published implementations got wrong about the camera branch, one test each; weights are random throughout."""
 
+import copy
+
 import camera_loops
 import pytest
 import torch
@@ -292,3 +294,31 @@ def test_row_17_rotary_positions_of_the_branch_continue_in_a_stream() -> None:
     assert_close(found, expected, 1e-12)
     wrong, _ = block(x[:, 4 * S :], (2, ROWS, COLUMNS), camera[:, 4:], state=state._replace(frames=0))
     assert error(wrong, expected) > 1e-4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_row_21_error_of_16_bits_does_not_grow_with_the_clip(autocast: bool) -> None:
+    """FC-N05: the branch's state and strengths are fp32 inside; a decay of 0.9933 in 16 bits would be far off."""
+    block = make(CameraFrameGDN, torch.float32, conv_size=0, conv_qv=False, output_gate=False)
+    with torch.no_grad():
+        block.beta_proj.bias.fill_(-6.0)  # writes little
+        block.beta_proj.weight.zero_()
+        block.dt_bias.fill_(-5.0)  # and remembers long
+        block.gate_proj.weight.zero_()
+        block.gate_proj.bias.zero_()
+        block.A_log.zero_()
+        block.proj.weight.copy_(torch.eye(C))
+        block.qkv.weight[2 * C :].zero_()  # no values in the main branch: the output is the camera's alone
+        for bias in (block.qkv.bias[2 * C :], block.proj.bias, block.out_proj_cam.bias):
+            bias.zero_()
+    if not autocast:
+        block.bfloat16()
+    exact, errors = copy.deepcopy(block).double(), {}
+    for frames in (11, 120):
+        # cameras that stand still, so that what frames write adds up as it does in the main branch
+        x, camera = clip(frames, 16).bfloat16(), poses(16, 1, distance=0.3).expand(-1, frames, -1)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = block(x, (frames, ROWS, COLUMNS), camera).double()[:, -S:]
+        wanted = exact(x.double(), (frames, ROWS, COLUMNS), camera).detach()[:, -S:]
+        errors[frames] = float((y - wanted).norm() / wanted.norm())
+    assert errors[120] < 1.5 * errors[11], errors

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparison import randomize
+from camera_loops import poses
+from comparison import error, randomize
 from torch import Tensor, nn
 
 from gdn_models import (
     BidirectionalGDN,
+    CameraFrameGDN,
     ChunkCausalGDN,
     FrameGDN,
     load_published,
@@ -143,13 +145,23 @@ def test_published_states_convert_both_ways() -> None:
     assert torch.equal(state_to_published(state)[2], given[2])
 
 
-def test_a_converted_state_continues_the_stream() -> None:
-    block, x = FrameGDN(dim=C, heads=H), torch.randn(2, 4 * 5, C)
-    _, state = block(x[:, :15], (3, 5, 1), state=block.init_state(2, (0, 5, 1)))
-    again = state_from_published(state_to_published(state), frames=3)
-    expected, _ = block(x[:, 15:], (1, 5, 1), state=state)
-    found, _ = block(x[:, 15:], (1, 5, 1), state=again)
+@pytest.mark.parametrize("seen", [False, True], ids=["main", "camera"])
+def test_a_converted_state_continues_the_stream(seen: bool) -> None:
+    """With a camera too, whose state is key-first there as here; published caches have no tail of its convolution."""
+    block = CameraFrameGDN(dim=16, heads=2, conv_size=0) if seen else FrameGDN(dim=C, heads=H)
+    randomize(block)
+    x, camera = torch.randn(2, 4 * 5, block.config.dim), poses(2, 4)
+    first, last = ((camera[:, :3],), (camera[:, 3:],)) if seen else ((), ())
+    _, state = block(x[:, :15], (3, 5, 1), *first, state=block.init_state(2, (0, 5, 1)))
+    cache = state_to_published(state)
+    again = state_from_published(cache, frames=3)
+    expected, _ = block(x[:, 15:], (1, 5, 1), *last, state=state)
+    found, _ = block(x[:, 15:], (1, 5, 1), *last, state=again)
     assert torch.equal(found, expected)
+    if seen:
+        cache[2] = cache[2].mT
+        wrong, _ = block(x[:, 15:], (1, 5, 1), *last, state=state_from_published(cache, frames=3))
+        assert error(wrong, expected) > 1e-4
 
 
 @pytest.mark.parametrize(

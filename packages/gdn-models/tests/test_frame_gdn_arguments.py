@@ -59,6 +59,18 @@ def test_an_implementation_that_cannot_run_raises() -> None:
         FrameGDN(dim=C, heads=H, impl="triton")(torch.zeros(B, 10, C), GRID)
 
 
+def test_a_norm_over_channels_of_which_the_block_holds_some_is_refused() -> None:
+    """Heads of a wider block: their projections read all of its channels."""
+    for qk_norm in (False, True):
+        block = BidirectionalGDN(dim=C, heads=H, output_gate=False, qk_norm=qk_norm)
+        block.qkv, block.beta_proj, block.gate_proj = (nn.Linear(2 * C, width) for width in (3 * C, H, H))
+        if not qk_norm:
+            assert block(torch.zeros(B, 10, 2 * C), GRID).shape == (B, 10, C)
+            continue
+        with pytest.raises(NotImplementedError, match="^qk_norm over 24 channels, of which this block holds 12, is"):
+            block(torch.zeros(B, 10, 2 * C), GRID)
+
+
 def test_forward_has_no_open_ended_arguments() -> None:
     parameters = inspect.signature(FrameGDN.forward).parameters
     assert list(parameters) == ["self", "x", "grid", "chunk_starts", "frame_valid", "state", "partition"]

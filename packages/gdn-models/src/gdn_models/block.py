@@ -178,7 +178,7 @@ class FrameGDNBlock(ContextParallelModule):
             ValueError: A shape, dtype, device or value is wrong, or chunk starts were given to a class without chunks.
             TypeError: An argument is of the wrong Python type.
             NotImplementedError: A state with ``frame_valid``, a partition or a context of several ranks; a state for a
-                class that reads the future.
+                class that reads the future; a split by heads with ``qk_norm``.
             RuntimeError: Context and partition do not go together, ranks disagree, or an exchange did not complete.
                 An error of one rank's arguments is raised on all ranks the first time they meet in a group.
 
@@ -253,7 +253,13 @@ class FrameGDNBlock(ContextParallelModule):
         grid = check_grid(grid)
         checks.require_rank("x", x, "B, N, C")
         tokens = grid[0] * grid[1] * grid[2]
-        checks.require_shape("x", x, "B, N = F*h*w, C = dim", (x.shape[0], tokens, self.config.dim))
+        channels = self.qkv.in_features  # dim, unless the block was given some of the heads of a wider one
+        if channels != self.config.dim and self.config.qk_norm:
+            raise NotImplementedError(
+                f"qk_norm over {channels} channels, of which this block holds {self.config.dim}, is not supported: "
+                "only a block with qk_norm=False can be split by heads"
+            )
+        checks.require_shape("x", x, "B, N = F*h*w, C = dim", (x.shape[0], tokens, channels))
         checks.require_device("x", x, self.proj.weight.device, "the parameters")
         if not torch.is_autocast_enabled(x.device.type):
             checks.require_dtype("x", x, (self.proj.weight.dtype,))

@@ -28,6 +28,7 @@ from gdn_models.clip import Clip, mask_tokens
 from gdn_models.clip_conv import convolve_clip
 from gdn_models.config import CameraGDNConfig
 from gdn_models.gates import Grid, discounted_strength, key_scale
+from gdn_models.parallel import agree_on_call
 from gdn_models.temporal_conv import TemporalConv
 from gdn_models.ucpe import check_camera, ray_transforms
 
@@ -161,7 +162,8 @@ class CameraGDNBlock(FrameGDNBlock):
                 missing or left over.
             TypeError: An argument is of the wrong Python type.
             NotImplementedError: As in `FrameGDN`; a camera that requires a gradient.
-            RuntimeError: As in `FrameGDN`.
+            RuntimeError: As in `FrameGDN`; a camera on some of the ranks only (found out when ranks first meet with or
+                without one; in a graph of ``torch.compile`` only by the convolutions).
 
         Communication: with a context of several ranks one halo exchange for the convolutions of both branches (if
             ``conv_size > 1``) and one exchange of summaries per branch, and the same again in backward. Every rank
@@ -261,6 +263,15 @@ class CameraGDNBlock(FrameGDNBlock):
             result = frame_gdn_numerator(*tensors, **options)
         seen = camera_output(result.numerator, rays, rope=rope, dtype=own[0].dtype, impl=config.impl)
         return seen, result.final_state
+
+    def _clip(self, *call: Any) -> Clip:
+        """Check every argument, and that all ranks have a camera or none: without one a branch exchanges nothing."""
+        context = self.context
+        if context is None or context.is_trivial or torch.compiler.is_compiling():
+            return super()._clip(*call)
+        given = "none" if call[6] is None else "one"
+        device = self.proj.weight.device
+        return agree_on_call(type(self).__name__, context, device, lambda: self._checked(*call), (("camera", given),))
 
     def _checked(
         self,

@@ -8,7 +8,7 @@ averages them and the loss is weighted for that (`reduce_loss`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -17,12 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from gdn_cp import CPContext, FramePartition
 from gdn_cp.collectives import all_reduce_sum
-from gdn_cp.handshake import agree
+from gdn_cp.handshake import Terms, agree
 from gdn_cp.partition import Partition
 from gdn_kernels import checks
 from gdn_models.gates import wide_dtype
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_T = TypeVar("_T")
 
 
 class Shard(NamedTuple):
@@ -116,6 +117,31 @@ def raise_on_all_ranks(error: Exception, op: str, context: CPContext, device: to
 
     agree(op, context, device, fail)
     raise error
+
+
+def agree_on_call(
+    op: str, context: CPContext, device: torch.device, check: Callable[[], _T], agreed: tuple[tuple[str, str], ...]
+) -> _T:
+    """Check this rank's arguments and compare what decides which operations follow; an error is one on every rank.
+
+    For what no operation of gdn_cp would compare, because ranks that disagree on it call different ones.
+
+    Args:
+        op: starts the message.
+        context: the ranks.
+        device: where the comparison travels.
+        check: checks this rank's arguments and returns what the caller goes on with.
+        agreed: (name, value) pairs that must be equal on all ranks.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: ``check`` raised it, on this rank or on another, named.
+        RuntimeError: The ranks disagree.
+
+    Communication: one gather of 512 bytes per rank the first time ``agreed`` has these values in the group, or as
+        ``validate`` of the context says. The host waits for it, so no graph of ``torch.compile`` can hold it.
+    """
+    value, _ = agree(op, context, device, lambda: (Terms(agreed, (), False, torch.is_grad_enabled()), check()))
+    return value
 
 
 def apply_context_parallel(model: _Model, context: CPContext | None, partition: Partition | None = None) -> _Model:

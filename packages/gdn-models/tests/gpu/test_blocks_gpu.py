@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+import triton
 from torch import Tensor, nn
 
-from gdn_models import BidirectionalGDN
+from gdn_models import BidirectionalGDN, CameraFrameGDN, FrameGDN
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,3 +62,30 @@ def test_block_on_triton_equals_the_block_on_torch() -> None:
     x = clip(4, torch.float32)
     # fp32 throughout; both sides round sums over a few hundred terms, in different orders
     assert_close(train(block, x, 4), train(reference, x, 4), 1e-4)
+
+
+@pytest.mark.parametrize("cls", [FrameGDN, CameraFrameGDN])
+def test_other_frames_tokens_and_samples_compile_nothing_new(cls: type[nn.Module]) -> None:
+    """FC-P01: a stream that starts with four frames and goes on with three, and training on clips of other sizes."""
+    block, compiled = cls(dim=DIM, heads=HEADS).to("cuda", torch.bfloat16), []
+    camera = torch.cat((torch.eye(4).flatten(), torch.tensor([4.0, 4.0, 2.0, 2.0]))).cuda()
+
+    def call(batch: int, frames: int, rows: int, **keywords: object) -> object:
+        x = torch.randn(batch, frames * rows * COLUMNS, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        seen = (camera.expand(batch, frames, 20),) if cls is CameraFrameGDN else ()
+        return block(x, (frames, rows, COLUMNS), *seen, **keywords)
+
+    call(2, 4, ROWS).float().square().mean().backward()
+    with torch.no_grad():
+        _, state = call(2, 4, ROWS, state=block.init_state(2, (0, ROWS, COLUMNS)))
+    kept = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda *_, **named: compiled.append(named["repr"])
+    try:
+        with torch.no_grad():
+            for frames in (3, 3, 7):
+                _, state = call(2, frames, ROWS, state=state)
+        for batch, frames, rows in ((2, 3, ROWS), (2, 11, ROWS), (1, 4, ROWS), (3, 4, 5), (2, 1, 1)):
+            call(batch, frames, rows).float().square().mean().backward()
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = kept
+    assert not compiled
