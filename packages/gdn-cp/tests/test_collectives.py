@@ -1,6 +1,7 @@
 """Exchanges, what counts them, and what a failed one says."""
 
 import socket
+import time
 
 import pytest
 import torch
@@ -60,6 +61,40 @@ def test_local_work_runs_between_start_and_wait(schedule, monkeypatch):
         for steps in passes:
             assert steps.count("work") == 1
             assert steps.index("start") < steps.index("work") < steps.index("wait")
+
+
+def test_the_profiler_shows_local_work_while_an_exchange_is_under_way(tmp_path, monkeypatch):
+    """The other rank joins in only once this one has done its local work: a pass that waited first would never end."""
+
+    def begins(rank: int, step: str) -> None:
+        for _ in range(1500):
+            if rank == 0 or (tmp_path / step).exists():
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"the other rank waits for the {step} before it has done its own work")
+
+    def worker(rank: int) -> list[str]:
+        context = CPContext(dist.group.WORLD, schedule="all_gather")
+        leaves = torch.rand(1, 2, 3, 1, 4, requires_grad=True), torch.rand(1, 1, 1, 2), torch.rand(1, 1, 1)
+        cp_frame_gdn(*leaves, context=context)  # the first time ranks compare their arguments before
+
+        def work(step: str) -> None:
+            with torch.profiler.record_function(f"{step} work"):
+                (tmp_path / step).touch()
+
+        if rank == 0:
+            monkeypatch.setattr(stages.TorchRun, "overlap", lambda self: work("forward"))
+            monkeypatch.setattr(stages.TorchAdjoint, "overlap", lambda self: work("backward"))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            begins(rank, "forward")
+            output = cp_frame_gdn(*leaves, context=context).output
+            begins(rank, "backward")
+            output.sum().backward()
+        ranges = [event for event in profile.events() if event.name.endswith("work") or "gdn_cp: " in event.name]
+        return [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)]
+
+    forward, backward = "gdn_cp: cp_frame_gdn forward", "gdn_cp: cp_frame_gdn backward"
+    assert run_ranks(2, worker)[0] == [forward, "forward work", forward, backward, "backward work", backward]
 
 
 def test_swap_sends_what_both_sides_expect_and_counts_rounds_as_one():
