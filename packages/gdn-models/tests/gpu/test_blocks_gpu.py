@@ -31,7 +31,8 @@ def train(block: nn.Module, x: Tensor, frames: int) -> dict[str, Tensor]:
     x = x.detach().requires_grad_()
     y = block(x, (frames, ROWS, COLUMNS))
     y.backward(torch.cos(torch.arange(y.numel(), device="cuda").view(y.shape)).to(y.dtype))
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
+    gradients = {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in block.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
