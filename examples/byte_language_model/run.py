@@ -14,22 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))  # what the demos share
-from proof import Run, Settings, at_least_one, compare, on_ranks, require_writable, share_cores, table  # noqa: E402
+from proof import Run, compare, conclude, draw_losses, parser_of, place_of, prove, require_writable, table  # noqa: E402
 from text import load_text  # noqa: E402
 from train import TOKENS, bits_per_byte, share_of, train  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--ranks", type=at_least_one, help="processes that share the tokens (default: GPUs, or 2)")
-    parser.add_argument("--steps", type=at_least_one, default=100, help="training steps (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo-out/language_model.png"), help="picture (%(default)s)")
-    parser.add_argument("--break-it", action="store_true", help="leave out a sum over ranks, to see the proof fail")
-    return parser.parse_args(arguments)
+    return parser_of(__doc__, "tokens", 100, "language_model.png").parse_args(arguments)
 
 
 def draw(path: Path, one: Run, ranks: Run, size: int) -> None:
@@ -40,11 +33,7 @@ def draw(path: Path, one: Run, ranks: Run, size: int) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    axes.plot(one.losses, color="tab:blue", linewidth=4, alpha=0.4, label="one process")
-    axes.plot(ranks.losses, color="black", linewidth=1, linestyle="--", label=f"{size} ranks")
-    axes.set(xlabel="step", ylabel="nats per byte")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_losses(axes, one, ranks, size, ylabel="nats per byte")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -57,31 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"demo: cannot write {options.out}: {error.strerror}", file=sys.stderr)
         return 2
-    devices = torch.cuda.device_count()
-    size = options.ranks or max(2, devices)
-    on_cuda = devices >= 2 and size <= devices
-    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
-    share_cores(1)
-    text = load_text()
-    one = train(text, Settings(options.steps), device, None, "one process")
-    drifted = train(text, Settings(options.steps, nudge=1 + 2.0**-23), device, None, "one rounding away")
-    settings = Settings(options.steps, sum_gradients=not options.break_it)
-    ranks = on_ranks(size, on_cuda, train, text, settings)
+    text, place = load_text(), place_of(options.ranks)
+    one, ranks, drifted = prove(train, text, options, place, 2.0**-23)
     lines = compare(one, ranks, drifted)
-    where = f"{size} ranks over {'NCCL, a GPU each' if on_cuda else 'gloo on the CPU'}"
     title = (
         f"{len(text.bounds) - 1} pages, {len(text.tokens):,} bytes; {options.steps} steps of {TOKENS} tokens, "
-        f"{where}, tokens of each {share_of(size).counts}"
+        f"{place}, tokens of each {share_of(place.size).counts}"
     )
     bits = (
         f"  another batch of it    {bits_per_byte(one, text):.3f} bits per byte (one process), "
         f"{bits_per_byte(ranks, text):.3f} (ranks)"
     )
-    agree = all(line.holds for line in lines)
-    print(f"\n{table(title, one, ranks, size, lines, [bits])}\n")
-    draw(options.out, one, ranks, size)
-    print(f"picture: {options.out}\n{'one process and ranks agree' if agree else 'one process and ranks DISAGREE'}")
-    return 0 if agree else 1
+    print(f"\n{table(title, one, ranks, place.size, lines, [bits])}\n")
+    draw(options.out, one, ranks, place.size)
+    return conclude(options.out, all(line.holds for line in lines))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from proof import Run
+from proof import Run, draw_losses
 from scene import to_frames
 from stream import GIVEN, Errors, Fork, fork_errors
 from training import FRAMES
@@ -61,10 +61,6 @@ def draw(path: Path, both: Fork, shown: Sequence[int], one: Run, ranks: Run, siz
             if i == 0:
                 axes.set_title(f"frame {j}, {'given' if j < GIVEN else 'to come'}", fontsize=9)
     axes = figure.add_subplot(grid[len(rows), :])
-    axes.plot(one.losses, color="tab:blue", linewidth=4, alpha=0.4, label="one process")
-    axes.plot(ranks.losses, color="black", linewidth=1, linestyle="--", label=f"{size} ranks")
-    axes.set(xlabel="step", ylabel="mean squared error", yscale="log")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_losses(axes, one, ranks, size, ylabel="mean squared error", yscale="log")
     figure.savefig(path, dpi=90)
     plt.close(figure)

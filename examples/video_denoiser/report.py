@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from clip import Clip, to_frames
-from proof import Run, compare, table
+from proof import Run, compare, draw_losses, table
 from torch import Tensor
 from train import evaluation_noise
 
@@ -56,13 +56,7 @@ def draw(path: Path, clip: Clip, one: Run, ranks: Run, size: int) -> None:
             if i == 0:
                 axes.set_title(f"frame {frame}", fontsize=9)
     axes = figure.add_subplot(grid[len(rows), :])
-    axes.plot(one.losses, color="tab:blue", linewidth=4, alpha=0.4, label="one process")
-    axes.plot(ranks.losses, color="black", linewidth=1, linestyle="--", label=f"{size} ranks")
-    axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean squared error")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_losses(axes, one, ranks, size, ylabel="mean squared error", yscale="log")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

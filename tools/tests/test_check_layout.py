@@ -17,6 +17,16 @@ def test_a_range_may_start_at_a_patch_that_exists(tree, patch, admitted):
     assert (check_layout.problems(tree) == []) == admitted
 
 
+def test_a_sibling_with_an_extra_has_a_range_too(tree):
+    path = tree / "packages/gdn-models/pyproject.toml"
+    extra = '[project.optional-dependencies]\nfla = ["gdn-cp[fla]>=0.1,<{}"]\n'
+    given = path.read_text()
+    path.write_text(given + extra.format("0.2"))
+    assert check_layout.problems(tree) == []
+    path.write_text(given + extra.format("0.3"))
+    assert [line.split(",")[0] for line in check_layout.problems(tree)] == ["gdn-models needs gdn-cp>=0.1"]
+
+
 def test_a_sibling_pinned_or_unbounded_is_found(tree):
     path = tree / "packages/gdn-models/pyproject.toml"
     text = (
