@@ -20,8 +20,8 @@ def set_version(root: Path, package: str, version: str) -> None:
     major, minor, _ = check_layout.version(root, package)
     for problem in list(check_layout.wrong_ranges(root)):
         dependent = root / "packages" / problem.split(" needs ")[0] / "pyproject.toml"
-        moved = rf'"{package}>={major}.{minor},<{major}.{minor + 1}"'
-        dependent.write_text(re.sub(rf'"{package}[^a-z"-][^"]*"', moved, dependent.read_text()))
+        moved = rf'"{package}\1>={major}.{minor},<{major}.{minor + 1}"'
+        dependent.write_text(re.sub(rf'"{package}(\[[a-z]+\])?[<>=!~][^"]*"', moved, dependent.read_text()))
 
 
 def main() -> None:

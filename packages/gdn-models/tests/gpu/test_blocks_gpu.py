@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-import triton
 from torch import Tensor, nn
 
 from gdn_models import BidirectionalGDN, CameraFrameGDN, FrameGDN
 
+triton = pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what the compiler imports and traces
