@@ -33,7 +33,7 @@ def test_rounds_and_messages(size, blocks):
         blocks_by_name = plan.forward_layout().unpack(
             publish(plan, FrameSummary(own["E_kv"], own["E_z"], increment), case.state())
         )
-        steps = chain.travel(plan, lines.lines(plan, blocks_by_name, blocks_by_name, backward=False))
+        steps = chain.travel(lines.route_of(plan), lines.lines(plan, blocks_by_name, blocks_by_name, backward=False))
         rounds, sent = 0, {}
         answer = None
         while True:

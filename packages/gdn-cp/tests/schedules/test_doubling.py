@@ -24,7 +24,7 @@ def test_rounds(size, rounds):
     plan, own = case.plan(0), case.maps()[0]
     blocks = {f"transition_{s}": own[f"E_{s}"] for s in ("kv", "z")}
     blocks |= {f"{d}_{s}": own[f"h_{d}_{s}"] for s in ("kv", "z") for d in ("forward", "reverse")}
-    steps = doubling.travel(plan, lines.lines(plan, blocks, blocks, backward=False))
+    steps = doubling.travel(lines.route_of(plan), lines.lines(plan, blocks, blocks, backward=False))
     seen, answer = 0, None
     while True:
         try:

@@ -39,6 +39,21 @@ class Left(NamedTuple):
     initial: tuple[Tensor | None, Tensor | None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What a schedule knows of the ranks: their number, this one, parts of a message in the chain, who multiplies."""
+
+    size: int
+    rank: int
+    blocks: int = 1
+    impl: Impl = Impl.TORCH
+
+
+def route_of(plan: RankPlan) -> Route:
+    """Return the route of a plan."""
+    return Route(plan.size, plan.rank, plan.blocks, plan.options.impl)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Line:
     """One direction of a pass on this rank.
@@ -47,17 +62,30 @@ class Line:
         direction: forward or reverse.
         step: +1 if states travel to higher ranks, -1 if to lower ones.
         place: number of ranks that come before this one on the line.
-        maps: this rank's map of each stream, ``transition [B, H, D, D]``, ``increment [B, H, D, V]``, V = 1 for z.
+        maps: this rank's map of each stream, ``transition [..., D, D]``, ``increment [..., D, V]``, V = 1 for z.
+        carries: what enters this rank leaves it. If not, its transitions are zero.
     """
 
     direction: str
     step: int
     place: int
     maps: dict[str, AffineMap]
+    carries: bool = True
 
 
-Travel = Callable[[RankPlan, list[Line]], Steps[list[dict[str, Tensor]]]]
-"""From the lines of this rank to the states that enter it on each, by stream, ``[B, H, D, V]``."""
+Travel = Callable[[Route, list[Line]], Steps[list[dict[str, Tensor]]]]
+"""From the lines of this rank to the states that enter it on each, by stream, ``[..., D, V]``."""
+
+
+def line(direction: str, upwards: bool, route: Route, maps: dict[str, AffineMap], carries: bool = True) -> Line:
+    """Return a line along which maps are met in rank order (``upwards``), or in the opposite order.
+
+    Without ``carries`` the transitions are replaced by zeros.
+    """
+    step, place = (1, route.rank) if upwards else (-1, route.size - 1 - route.rank)
+    if not carries:
+        maps = {stream: m._replace(transition=torch.zeros_like(m.transition)) for stream, m in maps.items()}
+    return Line(direction, step, place, maps, carries)
 
 
 def lines(plan: RankPlan, increments: dict[str, Tensor], transitions: dict[str, Tensor], backward: bool) -> list[Line]:
@@ -68,19 +96,17 @@ def lines(plan: RankPlan, increments: dict[str, Tensor], transitions: dict[str, 
         maps = {}
         for stream in plan.streams:
             transition, increment = transitions[f"transition_{stream}"], increments[f"{direction}_{stream}"]
-            if direction == REVERSE and plan.has_reset[plan.rank]:
-                transition = torch.zeros_like(transition)
             transition = transition.mT.contiguous() if down else transition
             maps[stream] = AffineMap(transition, increment[..., None] if stream == "z" else increment)
-        place = plan.size - 1 - plan.rank if down else plan.rank
-        found.append(Line(direction, -1 if down else 1, place, maps))
+        carries = direction != REVERSE or not plan.has_reset[plan.rank]
+        found.append(line(direction, not down, route_of(plan), maps, carries))
     return found
 
 
 def enter(plan: RankPlan, own: Tensor, initial: tuple[Tensor | None, Tensor | None], travel: Travel) -> Steps[Entered]:
     """Return this rank's entry states, from what it publishes and what arrives; keeps its own transitions."""
     blocks = plan.forward_layout().unpack(own)
-    arrived = yield from travel(plan, lines(plan, blocks, blocks, backward=False))
+    arrived = yield from travel(route_of(plan), lines(plan, blocks, blocks, backward=False))
     entry = _named(plan, arrived)
     if plan.rank == 0 and plan.has_initial:
         for stream, state in zip(("kv", "z"), initial, strict=True):
@@ -93,32 +119,34 @@ def leave(plan: RankPlan, own: Tensor, kept: Tensor, travel: Travel) -> Steps[Le
     """Return the gradients of this rank's exit states, from its entry gradients and what arrives."""
     blocks, transitions = plan.backward_layout().unpack(own), plan.transition_layout().unpack(kept[0])
     ways = lines(plan, blocks, transitions, backward=True)
-    arrived = yield from travel(plan, ways)
+    route = route_of(plan)
+    arrived = yield from travel(route, ways)
     initial: dict[str, Tensor] = {}
     if plan.has_initial:
-        (position,) = (i for i, line in enumerate(ways) if line.direction == FORWARD)
+        (position,) = (i for i, way in enumerate(ways) if way.direction == FORWARD)
         for stream, m in ways[position].maps.items():
             state = arrived[position][stream]
-            gradient = advance(plan, m, state) if plan.rank == 0 else torch.zeros_like(state)
+            gradient = advance(route, m, state) if plan.rank == 0 else torch.zeros_like(state)
             initial[stream] = gradient.squeeze(-1) if stream == "z" else gradient
     return Left(boundary(_named(plan, arrived)), (initial.get("kv"), initial.get("z")))
 
 
-def advance(plan: RankPlan, m: AffineMap, state: Tensor) -> Tensor:
+def advance(route: Route, m: AffineMap, state: Tensor) -> Tensor:
     """Return the state after a map; both ``[B, H, D, ...]`` or a block of heads ``[1, n, D, ...]``."""
-    if plan.options.impl is Impl.TRITON:
+    if route.impl is Impl.TRITON:
         from gdn_kernels.frame_gdn.fold import fold
 
         return fold(m.transition[None], m.increment[None], state, range(1))[1]
     return affine.apply(m, state)
 
 
-def compose(plan: RankPlan, later: AffineMap, earlier: AffineMap) -> AffineMap:
-    """Return the map that applies ``earlier`` first."""
-    if plan.options.impl is Impl.TRITON:
+def compose(route: Route, later: AffineMap, earlier: AffineMap) -> AffineMap:
+    """Return the map that applies ``earlier`` first; of that, a transition of zeros lets nothing through, no NaN."""
+    if route.impl is Impl.TRITON:
         linear = AffineMap(later.transition, torch.zeros_like(later.transition))
-        return AffineMap(advance(plan, linear, earlier.transition), advance(plan, later, earlier.increment))
-    return affine.compose(later, earlier)
+        return AffineMap(advance(route, linear, earlier.transition), advance(route, later, earlier.increment))
+    carries = later.transition.ne(0).flatten(-2).any(-1)[..., None, None]
+    return affine.compose(later, AffineMap(*(torch.where(carries, x, 0) for x in earlier)))
 
 
 def _named(plan: RankPlan, arrived: list[dict[str, Tensor]]) -> dict[str, Tensor]:
