@@ -30,13 +30,13 @@ class Scalar:
     calls: list[Any] = dataclasses.field(default_factory=list)
 
     def summary(self, kinds, transition, increment):
-        pair = torch.stack([increment, transition])
-        return kinds[0](pair) if self.packed else kinds[1](transition[None].clone(), increment[None].clone())
+        pair = torch.stack([increment, transition])[None]
+        return kinds[0](pair) if self.packed else kinds[1](transition.view(1, 1).clone(), increment.view(1, 1).clone())
 
     def maps(self, summary):
         assert type(summary).__name__.endswith("PackedSummary") or not self.packed
         if self.packed:
-            return [(float(m), float(b)) for b, m in summary.packed]
+            return [(float(m), float(b)) for ((b, m),) in summary.packed]
         return [(float(m), float(b)) for m, b in zip(*vars(summary).values(), strict=True)]
 
     def cp_forward_prepare(self, inputs):
@@ -122,6 +122,42 @@ def test_ranks_equal_one_device_with_one_exchange_per_pass(packed):
     found = [torch.cat(parts) for parts in zip(*run_ranks(3, worker), strict=True)]
     for one, other in zip(found, expected(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_other_schedules_hand_over_one_summary(packed, schedule):
+    def worker(rank: int):
+        backend, context = Scalar(packed), CPContext(dist.group.WORLD, schedule=schedule)
+        found = run(rank, backend, context, carries=True)
+        assert backend.calls[1::2] == [("forward_apply", min(rank, 1)), ("backward_apply", min(2 - rank, 1))]
+        return found
+
+    found = [torch.cat(parts) for parts in zip(*run_ranks(3, worker), strict=True)]
+    for one, other in zip(found, expected(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("summary", "carries", "text"),
+    [
+        (CPForwardPackedSummary(torch.zeros(2, 5)), None, "schedule='chain' needs carries"),
+        (CPForwardPackedSummary(torch.zeros(2)), True, r"needs summaries with a square transition .* got \[2\]"),
+        (CPForwardPackedSummary(torch.zeros(3, 2)), True, r"needs summaries with a square transition .* got \[3, 2\]"),
+        (
+            CPForwardUnpackedSummary(torch.zeros(2, 3), torch.zeros(2, 4)),
+            True,
+            r"needs summaries with a square transition .* got \[2, 3\] and \[2, 4\]",
+        ),
+    ],
+)
+def test_other_schedules_need_maps_and_to_know_what_goes_on(summary, carries, text):
+    backend, context = Scalar(), CPContext.single().replace(schedule="chain")
+    object.__setattr__(context, "size", 2)
+    backend.cp_forward_prepare = lambda inputs: (summary, None)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=text):
+        chunkwise_cp_forward(backend, None, None, slice(0), carries=carries, context=context)
 
 
 @pytest.mark.ranks

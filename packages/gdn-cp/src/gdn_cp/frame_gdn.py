@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn_cp import collectives, schedules
+from gdn_cp import schedules
 from gdn_cp.context import CPContext
 from gdn_cp.cost_model import Link, as_link
 from gdn_cp.frame_pass import FramePass
@@ -270,10 +270,8 @@ def plan_over(
     chunk_starts: Sequence[int] | None,
     has_final: bool,
 ) -> RankPlan:
-    """Return the plan of this rank of a context. Auto stays with the gather where messages would go over the host."""
-    schedule = context.schedule
-    if schedule == "auto" and not context.is_trivial and collectives.sends_over_host(context, inputs.beta.device):
-        schedule = "all_gather"
+    """Return the plan of this rank of a context."""
+    schedule = schedules.wanted(context, inputs.beta.device)
     plan = make_plan(inputs, options, initial, context.rank, context.size, partition, chunk_starts, has_final,
                      context.save_transitions, schedule, as_link(context.link))  # fmt: skip
     return dataclasses.replace(plan, poison=context.validate == "always")

@@ -10,6 +10,7 @@ from ranks import run_ranks
 
 from gdn_cp import CPContext, TokenPartition, count_exchanges
 from gdn_cp.chunkwise import CPSavedContext
+from gdn_cp.cost_model import Link
 from gdn_cp.delta_product.common import gdp_chunkwise_context_parallel
 from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
 from gdn_kernels.reference.delta_product import delta_product_reference
@@ -148,13 +149,56 @@ CASES = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_equal_one_device_in_fp64(size):
+def test_ranks_equal_one_device_in_fp64_on_every_schedule(size):
+    runs = [(case, schedule) for schedule in ("all_gather", "chain", "doubling") for case in CASES[size]]
+
     def worker(rank):
         context = CPContext(dist.group.WORLD, validate="always")
-        return [case.on_rank(rank, context) for case in CASES[size]]
+        return [case.on_rank(rank, context.replace(schedule=schedule)) for case, schedule in runs]
 
-    for case, ranks in zip(CASES[size], zip(*run_ranks(size, worker), strict=True), strict=True):
+    for (case, _), ranks in zip(runs, zip(*run_ranks(size, worker), strict=True), strict=True):
         check(case, ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_what_other_schedules_send(schedule):
+    """A chain sends one state to the next rank and nothing back; doubling a map over 1, then over 2 ranks."""
+    case, state, square = Case((2, 2, 2)), 8 * 2 * H * G * K * V, 8 * 2 * H * G * K * K
+    link = Link("one block", 1e6, 1.0)
+
+    def worker(rank):
+        context = CPContext(dist.group.WORLD, schedule=schedule, link=link)
+        with count_exchanges() as seen:
+            case.on_rank(rank, context)
+        assert seen.total == 2
+        ahead = [2 - rank, rank]  # ranks after this one in each pass
+        if schedule == "chain":
+            assert seen.sent == [state * (n > 0) for n in ahead]
+        else:
+            assert seen.sent == [(state + square) * min(n, 2) for n in ahead]
+
+    run_ranks(3, worker)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["chain", "doubling"])
+def test_a_nan_stays_in_its_sequence(schedule):
+    """The first sequence of three holds a NaN; the others cross ranks, one of which is empty."""
+    case = Case((3, 3, 0, 4), (4, 3, 3), states=False)
+
+    def worker(rank):
+        context, q, v = CPContext(dist.group.WORLD, schedule=schedule), case.leaves()["q"], case.leaves()["v"]
+        v[:, :2] = torch.nan
+        return case.on_rank(rank, context), case.on_rank(rank, context, {"q": q, "v": v})
+
+    for rank, (one, other) in enumerate(run_ranks(4, worker)):
+        span = TokenPartition(case.counts).span(rank)
+        keep = torch.arange(span.start, span.stop) >= 4
+        assert torch.equal(one[0][:, keep], other[0][:, keep])
+        for name in one[2]:
+            mask = keep.repeat_interleave(2) if name in ("k", "v", "beta") else keep
+            assert torch.equal(one[2][name][:, mask], other[2][name][:, mask]), name
 
 
 @pytest.mark.ranks

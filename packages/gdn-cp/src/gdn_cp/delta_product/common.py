@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from gdn_cp.chunkwise import CPSavedContext, LinearAttentionCPBackend, chunkwise_cp_backward, chunkwise_cp_forward
 from gdn_cp.context import CPContext
-from gdn_cp.handshake import Terms, agree
+from gdn_cp.cost_model import as_link
+from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.token_partition import PackedSequenceCPMetadata
 from gdn_kernels import checks
 from gdn_kernels.delta_product.op import delta_product_arguments
@@ -102,14 +103,17 @@ class GDPChunkwiseContextParallel(torch.autograd.Function):
             q, k, v, g, beta, cu_seqlens, num_householder, scale, rows, appended.output_final_state,
             empty or following_rank_stop > rank + 1, empty or preceding_rank_start < rank, appended.bounds,
         )  # fmt: skip
+        one_piece = cu_seqlens is None or cu_seqlens.shape[0] == 2
         result = chunkwise_cp_forward(
             backend, inputs, cp_group, slice(preceding_rank_start, rank),
-            exchange=appended.exchange, needed=inputs.forward_summary_needed, context=context,
+            exchange=appended.exchange, needed=inputs.forward_summary_needed,
+            carries=empty or (one_piece and preceding_rank_start < rank), context=context,
         )  # fmt: skip
         ctx.save_for_backward(*result.saved_context.tensors)
         ctx.kept, ctx.backend, ctx.cp_group = result.saved_context.metadata, backend, cp_group
         ctx.context, ctx.appended, ctx.needed = context, appended, inputs.backward_summary_needed
         ctx.following = slice(rank + 1, following_rank_stop)
+        ctx.carries = empty or (one_piece and following_rank_stop > rank + 1)
         ctx.sequences = None if initial_state is None else len(initial_state)
         ctx.set_materialize_grads(appended.output_final_state is False)
         ctx.output_like = (q.shape[:2] + v.shape[2:], q.dtype, q.device)
@@ -128,7 +132,7 @@ class GDPChunkwiseContextParallel(torch.autograd.Function):
             output_grad = (doutput, None if dfinal is None else dfinal.contiguous())
         found = chunkwise_cp_backward(
             ctx.backend, output_grad, CPSavedContext(ctx.saved_tensors, ctx.kept), ctx.cp_group, ctx.following,
-            exchange=ctx.appended.exchange, needed=ctx.needed, context=ctx.context,
+            exchange=ctx.appended.exchange, needed=ctx.needed, carries=ctx.carries, context=ctx.context,
         )  # fmt: skip
         dinitial = None
         if ctx.sequences is not None:
@@ -177,8 +181,9 @@ def gdp_chunkwise_context_parallel(
         ValueError, TypeError, NotImplementedError: A wrong argument; on every rank if on one, at the first call.
         RuntimeError: Ranks disagree, or an exchange did not complete.
 
-    Communication: one all-gather per pass, of ``HV K (V + K)`` numbers in fp32 (fp64), times B unpacked; none if
-        ``metadata`` says that no sequence crosses ranks.
+    Communication: one exchange per pass, on the context's schedule: an all-gather of ``HV K (V + K)`` numbers in fp32
+        (fp64), times B unpacked; states from rank to rank; or composed maps. None if ``metadata`` says that no sequence
+        crosses ranks.
     Every rank must call this: yes, and its backward, if some rank's input requires a gradient.
     Gradient: of the sum of all ranks' losses, once differentiable.
 
@@ -229,7 +234,8 @@ def gdp_chunkwise_context_parallel(
         )  # fmt: skip
         agreed = (
             ("H", q.shape[2]), ("R", num_householder), ("scale", scale), ("gate", g is not None),
-            ("backend", type(backend).__name__), ("any_crossing", exchange),
+            ("backend", type(backend).__name__), ("any_crossing", exchange), ("schedule", context.schedule),
+            ("link", digest(as_link(context.link))),
             ("packed sequences", None if metadata is None else metadata.plan),
         )  # fmt: skip
         needs = any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state))
