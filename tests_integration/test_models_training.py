@@ -17,7 +17,7 @@ from model_cases import (
     error,
     make,
     on_one_process,
-    on_this_rank,
+    run,
 )
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -184,13 +184,24 @@ def test_two_models_use_two_groups_and_a_group_need_not_be_the_world(pair: Case,
 
     def worker(rank: int) -> list[Outcome | None]:
         first, other = dist.new_group([0, 1]), dist.new_group([1, 3])
-        wide = on_this_rank(four, CPContext(dist.group.WORLD))
-        narrow = on_this_rank(pair, CPContext(first)) if rank in (0, 1) else None
-        last = on_this_rank(pair, CPContext(other)) if rank in (1, 3) else None
-        return [wide, narrow, last]
+        parts = [(four, CPContext(dist.group.WORLD))]
+        parts += [(pair, CPContext(first))] if rank in (0, 1) else []
+        parts += [(pair, CPContext(other))] if rank in (1, 3) else []
+        # every context is attached before anything runs, so that the one attached last could replace the others
+        blocks = [apply_context_parallel(make(case), context) for case, context in parts]
+        found = []
+        for (case, context), block in zip(parts, blocks, strict=True):
+            partition, own = FramePartition(case.counts), context.rank
+            found.append(run(case, block, partition.starts[own], case.counts[own], partition))
+        narrow, last = found[1] if rank in (0, 1) else None, found[-1] if rank in (1, 3) else None
+        blocks[0].zero_grad()
+        partition = FramePartition(four.counts)
+        again = run(four, blocks[0], partition.starts[rank], four.counts[rank], partition)
+        return [found[0], narrow, last, again]
 
-    wide, narrow, last = zip(*run_ranks(4, worker), strict=True)
-    assert_outcomes_agree(four, wide, on_one_process(four))
+    wide, narrow, last, again = zip(*run_ranks(4, worker), strict=True)
+    for parts in (wide, again):
+        assert_outcomes_agree(four, parts, on_one_process(four))
     for parts in (narrow, last):
         assert_outcomes_agree(pair, [part for part in parts if part is not None], on_one_process(pair))
 

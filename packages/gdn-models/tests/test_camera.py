@@ -274,7 +274,21 @@ def stream(
 )
 def test_a_stream_with_cameras_equals_one_call(cls: type[nn.Module], starts: tuple, cuts: list, conv: dict) -> None:
     """Row 10: both tails stay full for calls shorter than the convolution's reach; gradients through all states."""
-    block, camera = make(cls, **conv), poses(B, 7)
+    check_stream(make(cls, **conv), starts, cuts)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("cls", [CameraFrameGDN, CameraChunkCausalGDN])
+def test_a_stream_of_chunks_with_cameras_equals_one_call(cls: type[nn.Module], length: int) -> None:
+    """Row 10: chunks shorter than, as long as and longer than the taps, the last of them cut off."""
+    starts = tuple(range(0, 7, length))
+    block = make(cls, conv_qv=True)
+    check_stream(block, starts if cls is CameraChunkCausalGDN else None, [*starts[1:], 7])
+
+
+def check_stream(block: nn.Module, starts: tuple | None, cuts: list[int]) -> None:
+    """Compare a clip of 7 frames cut into calls with the same clip in one: outputs, states and all gradients."""
+    camera = poses(B, 7)
     whole, x = copy.deepcopy(block), torch.randn(B, 7 * S, C, dtype=torch.float64, requires_grad=True)
     copied = x.detach().clone().requires_grad_()
     y, state = stream(block, x, camera, cuts, starts)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from gdn_models import (
     BidirectionalGDN,
+    CameraBidirectionalGDN,
+    CameraChunkCausalGDN,
     CameraFrameGDN,
     ChunkCausalGDN,
     FrameGDN,
@@ -21,6 +23,7 @@ from gdn_models import (
 from gdn_models.cache import CameraState
 
 C, H, D, K = 12, 2, 6, 4
+W = 16  # width of blocks with a camera
 # The table of the published blocks, by hand: name, shape, and the option without which it is absent.
 TABLE = {
     "qkv.weight": ((3 * C, C), None), "qkv.bias": ((3 * C,), "qkv_bias"), "proj.weight": ((C, C), None),
@@ -31,8 +34,17 @@ TABLE = {
     "conv_k.weight": ((C, 1, K), "conv_size"), "conv_q.weight": ((C, 1, K), "conv_qv"),
     "conv_v.weight": ((C, 1, K), "conv_qv"), "recall_gate": ((1,), None),
 }  # fmt: skip
+# What the blocks with a camera branch have besides; their heads have 8 channels.
+CAMERA_TABLE = {
+    "q_proj_cam.weight": ((W, W), None), "q_proj_cam.bias": ((W,), None), "k_proj_cam.weight": ((W, W), None),
+    "k_proj_cam.bias": ((W,), None), "v_proj_cam.weight": ((W, W), None), "v_proj_cam.bias": ((W,), None),
+    "out_proj_cam.weight": ((W, W), None), "out_proj_cam.bias": ((W,), None), "q_norm_cam.weight": ((W,), "qk_norm"),
+    "k_norm_cam.weight": ((W,), "qk_norm"), "conv_k_cam.weight": ((W, 1, K), "conv_size"),
+    "conv_q_cam.weight": ((W, 1, K), "conv_qv"), "conv_v_cam.weight": ((W, 1, K), "conv_qv"),
+}  # fmt: skip
 DEFAULTS = {"qkv_bias": False, "qk_norm": True, "output_gate": True, "conv_size": K, "conv_qv": False}
 CLASSES = [FrameGDN, BidirectionalGDN, ChunkCausalGDN]
+CAMERA_CLASSES = [CameraFrameGDN, CameraBidirectionalGDN, CameraChunkCausalGDN]
 
 
 def published(**options: object) -> dict[str, Tensor]:
@@ -41,16 +53,35 @@ def published(**options: object) -> dict[str, Tensor]:
     return {name: torch.randn(TABLE[name][0]) for name in names}
 
 
+def published_with_camera(**options: object) -> dict[str, Tensor]:
+    chosen, wide = {**DEFAULTS, **options}, {C: W, 3 * C: 3 * W}
+    main = {name: tuple(wide.get(size, size) for size in value.shape) for name, value in published(**options).items()}
+    own = {name: shape for name, (shape, needs) in CAMERA_TABLE.items() if needs is None or chosen[needs]}
+    return {name: torch.randn(shape) for name, shape in {**main, **own}.items()}
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"qkv_bias": True}, {"conv_qv": True}, {"conv_size": 0}, {"qk_norm": False, "output_gate": False}]
 )
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", [*CLASSES, *CAMERA_CLASSES])
 def test_published_names_load_strictly(cls: type[nn.Module], options: dict[str, object]) -> None:
-    block, given = cls(dim=C, heads=H, **options), published(**options)
+    seen = cls in CAMERA_CLASSES
+    block = cls(dim=W if seen else C, heads=H, **options)
+    given = published_with_camera(**options) if seen else published(**options)
     load_published(block, given)
     assert block.state_dict().keys() == given.keys() - {"recall_gate"}
     for name, value in block.state_dict().items():
         assert torch.equal(value, given[name]), name
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, *CAMERA_CLASSES])
+def test_every_single_missing_name_is_an_error_that_names_it(cls: type[nn.Module]) -> None:
+    options, seen = {"qkv_bias": True, "conv_qv": True}, cls in CAMERA_CLASSES
+    block = cls(dim=W if seen else C, heads=H, **options)
+    given = published_with_camera(**options) if seen else published(**options)
+    for name in given.keys() - {"recall_gate"}:
+        with pytest.raises(ValueError, match=f"the checkpoint does not fit {cls.__name__}: missing {name}$"):
+            load_published(block, {other: value for other, value in given.items() if other != name})
 
 
 def test_the_way_out_is_the_way_in() -> None:

@@ -100,6 +100,14 @@ def test_camera_config_has_one_field_more_and_checks_all() -> None:
         ({"patch_size": 2}, TypeError, r"^patch_size must be three ints \(p_t, p_h, p_w\), got 2$"),
         ({"patch_size": (1, 2.0, 2)}, TypeError, "^patch_size must be three ints"),
         ({"eps": 0.0}, ValueError, "^eps must be a finite number > 0"),
+        ({"norm_eps": -1e-5}, ValueError, "^norm_eps must be a finite number >= 0"),
+        ({"conv_size": -1}, ValueError, "^conv_size must be >= 0, got -1$"),
+        ({"rope_theta": 0.0}, ValueError, "^rope_theta must be a finite number > 0"),
+        ({"key_scale": "dim-spatial"}, ValueError, "^key_scale must be one of 'dim_spatial', 'dim', 'none', got 'dim-"),
+        ({"impl": "cuda"}, ValueError, "^impl must be one of 'auto', 'torch', 'triton', got 'cuda'$"),
+        ({"precision": "fp32"}, ValueError, "^precision must be one of 'bf16', 'tf32', 'ieee', got 'fp32'$"),
+        ({"qk_norm": 0}, TypeError, "^qk_norm must be a bool, got int$"),
+        ({"key_scal": "dim"}, TypeError, "key_scal"),
     ],
 )
 def test_camera_config_refuses(fields: dict, kind: type[Exception], message: str) -> None:

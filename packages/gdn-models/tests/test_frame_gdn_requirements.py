@@ -5,6 +5,7 @@ Weights are random throughout: at their initial values an identity convolution a
 
 import copy
 
+import block_loops
 import pytest
 import torch
 from block_loops import block_by_loops, scale_of, visible_ends
@@ -325,3 +326,25 @@ def test_frozen_parameters_get_nothing_and_change_nothing() -> None:
         found = {n: p.grad for n, p in block.named_parameters() if p.grad is not None}
         assert list(found) == [name]
         assert_close(found[name], expected[name], 1e-13, name)
+
+
+# ---- decays of exactly 0
+
+
+@pytest.mark.parametrize(("cls", "kind"), CLASSES)
+def test_decays_of_zero_have_their_gradient(monkeypatch: pytest.MonkeyPatch, cls: type[nn.Module], kind: str) -> None:
+    """Gates of exactly 0, exactly 1 and between, as leaves, through the whole block."""
+    block, x, starts = make(cls), clip(6), (2, 3) if kind == "chunks" else ()
+    beta = torch.rand(1, H, 6, S, dtype=torch.float64)
+    decay = torch.tensor([[0.9, 0.0, 1.0, 0.9, 0.0, 1.0], [1.0, 0.9, 0.9, 0.0, 0.0, 0.9]], dtype=torch.float64)[None]
+    leaves = [decay.clone().requires_grad_() for _ in range(2)]
+    monkeypatch.setattr(block, "_gates", lambda y, c: (beta, leaves[0]))
+    monkeypatch.setattr(block_loops, "gates_by_loops", lambda p, y: (beta, leaves[1]))
+    found = block(x, (6, ROWS, COLUMNS), **({"chunk_starts": starts} if starts else {}))
+    expected = loops(block, x, kind, starts)
+    assert_close(found, expected, 1e-10)
+    upstream = torch.randn_like(found)
+    for result in (found, expected):
+        result.backward(upstream)
+    assert_close(leaves[0].grad, leaves[1].grad, 1e-10)
+    assert leaves[0].grad[decay == 0].abs().max() > 1e-6, "a decay of 0 has a gradient"

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gdn_models import BidirectionalGDN, CameraFrameGDN, FrameGDN
+from gdn_models import (
+    BidirectionalGDN,
+    CameraBidirectionalGDN,
+    CameraChunkCausalGDN,
+    CameraFrameGDN,
+    FrameGDN,
+)
 
 triton = pytest.importorskip("triton")
 pytestmark = [
@@ -63,6 +69,60 @@ def test_block_on_triton_equals_the_block_on_torch() -> None:
     x = clip(4, torch.float32)
     # fp32 throughout; both sides round sums over a few hundred terms, in different orders
     assert_close(train(block, x, 4), train(reference, x, 4), 1e-4)
+
+
+def with_camera(block: nn.Module, x: Tensor, camera: Tensor, grid: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Run a masked clip, and the same clip as a stream of two calls where the class has one; with gradients."""
+    frames, tokens, found = grid[0], grid[1] * grid[2], {}
+    valid = (torch.arange(frames) != 1).to(x.device).expand(x.shape[0], frames)
+    starts = {"chunk_starts": (2,)} if block.has_chunks else {}
+
+    def stream(y: Tensor) -> Tensor:
+        state, parts = block.init_state(x.shape[0], (0, *grid[1:])), []
+        for first, stop in ((0, 2), (2, frames)):
+            own = y[:, first * tokens : stop * tokens], (stop - first, *grid[1:]), camera[:, first:stop]
+            part, state = block(*own, state=state)
+            parts.append(part)
+        return torch.cat(parts, 1)
+
+    runs = {"masked": lambda y: block(y, grid, camera, frame_valid=valid, **starts)}
+    if block.can_stream:
+        runs["stream"] = stream
+    for name, run in runs.items():
+        block.zero_grad()
+        given = x.detach().requires_grad_()
+        y = run(given)
+        y.backward(torch.cos(torch.arange(y.numel(), device=x.device).view(y.shape)).to(y.dtype))
+        found |= {f"{name}: y": y.detach(), f"{name}: x": given.grad}
+        found |= {f"{name}: {key}": parameter.grad.clone() for key, parameter in block.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("cls", [CameraFrameGDN, CameraBidirectionalGDN, CameraChunkCausalGDN])
+def test_camera_block_on_triton_equals_the_block_on_torch(cls: type[nn.Module]) -> None:
+    """Rows 7, 8 and 12 of the requirements: masks, scale of the keys and the formula of the camera, whole blocks."""
+    torch.manual_seed(0)
+    block = cls(dim=DIM, heads=HEADS, impl="triton").cuda()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    reference = cls(dim=DIM, heads=HEADS, impl="torch").cuda()
+    reference.load_state_dict(copy.deepcopy(block.state_dict()))
+    x, camera = clip(4, torch.float32), moving_camera(2, 4)
+    found, expected = (with_camera(side, x, camera, (4, ROWS, COLUMNS)) for side in (block, reference))
+    # fp32 throughout, as above
+    assert_close(found, expected, 1e-4)
+
+
+def moving_camera(batch: int, frames: int) -> Tensor:
+    """Return ``[B, F, 20]``: a camera that turns about the vertical axis and moves on."""
+    angle = 0.2 * torch.arange(frames, dtype=torch.float32)
+    pose = torch.eye(4).repeat(frames, 1, 1)
+    pose[:, 0, 0], pose[:, 0, 2] = angle.cos(), angle.sin()
+    pose[:, 2, 0], pose[:, 2, 2] = -angle.sin(), angle.cos()
+    pose[:, :3, 3] = angle[:, None] * torch.tensor([1.0, -0.5, 2.0])
+    lens = torch.tensor([4.0, 4.0, 2.0, 2.0]).expand(frames, 4)
+    return torch.cat((pose.flatten(1), lens), 1).expand(batch, frames, 20).to("cuda")
 
 
 @pytest.mark.parametrize("cls", [FrameGDN, CameraFrameGDN])
