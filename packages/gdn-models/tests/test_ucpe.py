@@ -99,6 +99,19 @@ def test_a_ray_along_the_vertical_axis_of_its_camera_is_a_rotation(sign: float, 
         assert_close(rays.world_to_ray[0, 0 if sign < 0 else 1, 0, :3], EYE[0, :3], 1e-11)
 
 
+@pytest.mark.parametrize("slant", [1e-6, 2e-6, 5e-6, 1e-5, 1e-4, 1e-3])
+def test_rays_near_the_vertical_are_rigid_in_fp32(slant: float) -> None:
+    """Row 1 looks ``slant`` off the second axis; the cross product with that axis loses eps / slant to cancellation."""
+    cameras = torch.cat([poses(B, F)[..., :16], torch.tensor([1.0, slant, -0.6, 0.0]).expand(B, F, 4)], -1).float()
+    grid, eps = (F, 2, 3), torch.finfo(torch.float32).eps
+    rays = ray_transforms(cameras, grid)
+    assert_rigid(rays, 16 * eps)  # as below: rotation, normalisations, sums of three
+    wide = ray_transforms(cameras.double(), grid)
+    found, expected = (x.world_to_ray.reshape(B, F, 2, 3, 4, 4)[..., :3, :3] for x in (rays, wide))
+    assert_close(found[..., 2, :], expected[..., 2, :], 16 * eps)  # the ray itself
+    assert_close(found[:, :, 0], expected[:, :, 0], 16 * eps)  # row 0 is far from the vertical
+
+
 @pytest.mark.parametrize("distance", [0.0, 1e4])
 def test_no_and_huge_translations_are_rigid_in_fp32(distance: float) -> None:
     camera = poses(B, F, distance=distance).float()

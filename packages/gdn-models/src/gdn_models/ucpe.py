@@ -112,6 +112,7 @@ def _ray_axes(rotation: Tensor, direction: Tensor) -> Tensor:
     across = torch.linalg.cross(down, z)
     within = side - (side * z).sum(-1, keepdim=True) * z
     x = _unit(torch.where(_length(across) < LEAST_SINE, within, across))
+    x = _unit(x - (x * z).sum(-1, keepdim=True) * z)  # near the vertical, cancellation in across tilts x towards z
     y = _unit(torch.linalg.cross(z, x))
     return torch.stack((x, y, z), -2)
 
