@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from camera_loops import poses
 from comparison import error, randomize
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from gdn_models import (
     BidirectionalGDN,
@@ -115,7 +118,7 @@ def test_models_of_several_blocks_and_prefixes() -> None:
         ({"a_log": torch.zeros(H)}, "left over a_log"),
         ({"dt_bias": torch.zeros(H + 1)}, r"dt_bias must have shape \[2\], got \[3\]"),
         ({"q_norm.weight": None, "k_norm.weight": None}, "missing k_norm.weight, q_norm.weight"),
-        ({f"more.{i}": torch.zeros(1) for i in range(10)}, "more.7 and 2 more"),
+        ({f"more.{i}": torch.zeros(1) for i in range(20)}, ", ".join(sorted(f"more.{i}" for i in range(20))) + "$"),
     ],
 )
 def test_a_wrong_checkpoint_names_its_keys_and_changes_nothing(change: dict[str, Tensor | None], message: str) -> None:
@@ -136,8 +139,59 @@ def test_a_checkpoint_without_norms_loads_without_qk_norm_only() -> None:
 
 
 def test_convolutions_with_a_bias_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="convolutions with a bias are not supported, got conv_k.bias"):
+    with pytest.raises(NotImplementedError, match="convolutions with a bias are not supported, got conv_k.bias$"):
         load_published(FrameGDN(dim=C, heads=H), {**published(), "conv_k.bias": torch.zeros(C)})
+    seeing = CameraFrameGDN(dim=16, heads=2)
+    given = {**published_state_dict(seeing), "conv_k_cam.bias": torch.zeros(16), "conv_k.bias": torch.zeros(16)}
+    with pytest.raises(NotImplementedError, match="got model.conv_k.bias, model.conv_k_cam.bias$"):
+        load_published(nn.ModuleDict({"model": seeing}), {f"model.{name}": value for name, value in given.items()})
+
+
+class Patches(nn.Module):
+    """A model's own convolution with a bias, and an entry of its own that is called as the unused one of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv1d(C, C, 1)
+        self.recall_gate = nn.Parameter(torch.rand(1))
+        self.mixer = FrameGDN(dim=C, heads=H)
+
+
+def test_what_lies_outside_the_blocks_is_the_models_own() -> None:
+    model, other = Patches(), Patches()
+    load_published(other, published_state_dict(model))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_blocks_in_checkpoint_wrappers_and_under_two_names() -> None:
+    """The wrapper is in no key, and the published code has an entry for each of the names."""
+    model = nn.ModuleDict({"first": checkpoint_wrapper(FrameGDN(dim=C, heads=H)), "head": nn.Linear(C, C)})
+    model["again"] = model["first"]
+    plain = nn.ModuleDict({name: FrameGDN(dim=C, heads=H) for name in ("first", "again")} | {"head": nn.Linear(C, C)})
+    exported = published_state_dict(model)
+    assert exported.keys() == published_state_dict(plain).keys()
+    for target in (plain, copy.deepcopy(model)):
+        load_published(target, exported)
+        assert all(torch.equal(value, exported[name]) for name, value in target.state_dict().items())
+    assert published_state_dict(model["first"]).keys() == published().keys()
+    with pytest.raises(NotImplementedError, match="got again.conv_k.bias$"):
+        load_published(model, {**exported, "again.conv_k.bias": torch.zeros(C)})
+
+
+def test_the_meta_device_is_refused_before_anything_is_loaded() -> None:
+    block = FrameGDN(dim=C, heads=H, device="meta")
+    with pytest.raises(ValueError, match=r"^FrameGDN must not be on the meta device, got A_log, .*; call module"):
+        load_published(block, published())
+    given = published()
+    load_published(block.to_empty(device="cpu"), given)
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    assert all(torch.equal(value, given[name]) for name, value in before.items())
+    changed = {**published(), "proj.bias": torch.zeros(C, device="meta")}
+    with pytest.raises(ValueError, match=r"^the checkpoint must not be on the meta device, got proj.bias there; load"):
+        load_published(block, changed)
+    with pytest.raises(TypeError, match="^proj.bias must be a torch.Tensor, got list$"):
+        load_published(block, {**published(), "proj.bias": [0.0] * C})
+    assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
 
 
 # ---- caches
@@ -203,6 +257,13 @@ def test_a_converted_state_continues_the_stream(seen: bool) -> None:
         (1, torch.zeros(2, H, D), r"slot 1 must have shape \[B, H, D, 1\]"),
         (2, torch.zeros(1, H, D, D), r"slot 2 must have shape \[B, H, D, D\]"),
         (4, torch.zeros(5, K - 1, C), "slot 4 must have a multiple of B = 2 rows, got 5"),
+        (4, torch.zeros(10, K - 1, C + 1), r"slot 4 must have shape \[B\*S, K-1, C = H\*D\] = \[10, 3, 12\]"),
+        (0, torch.zeros(2, H, D, D).int(), "slot 0 must have dtype"),
+        (1, torch.zeros(2, H, D, 1).double(), "slot 1 must have dtype float16, bfloat16, float32, got float64"),
+        (2, torch.zeros(2, H, D, D).bool(), "slot 2 must have dtype"),
+        (4, torch.zeros(10, K - 1, C).long(), "slot 4 must have dtype"),
+        (1, torch.zeros(2, H, D, 1, device="meta"), r"slot 1 must be on the device of slot 0 \(cpu\), got meta"),
+        (4, torch.zeros(10, K - 1, C, device="meta"), r"slot 4 must be on the device of slot 0 \(cpu\), got meta"),
     ],
 )
 def test_a_wrong_cache_is_refused(slot: int, value: Tensor | None, message: str) -> None:
@@ -210,6 +271,65 @@ def test_a_wrong_cache_is_refused(slot: int, value: Tensor | None, message: str)
     given[slot] = value
     with pytest.raises(ValueError, match=message):
         state_from_published(given, frames=0)
+
+
+@pytest.mark.parametrize(
+    "frames, kind, message",
+    [
+        (-1, ValueError, "frames must be >= 0, got -1"),
+        (2.0, TypeError, "frames must be an int, got float"),
+        (True, TypeError, "frames must be an int, got bool"),
+    ],
+)
+def test_a_wrong_count_of_frames_is_refused(frames: object, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}$"):
+        state_from_published(cache(), frames=frames)
+
+
+def test_a_slot_that_is_no_tensor_and_a_state_that_is_none_are_refused() -> None:
+    given = cache()
+    given[1] = [0.0]
+    with pytest.raises(TypeError, match="^slot 1 must be a torch.Tensor, got list$"):
+        state_from_published(given, frames=0)
+    with pytest.raises(TypeError, match="^state must be a GDNState, got tuple$"):
+        state_to_published((1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_converted_matrices_are_wide_and_tails_keep_their_dtype(dtype: torch.dtype) -> None:
+    given = [slot if slot is None else slot.to(dtype) for slot in cache()]
+    given[2] = torch.randn(2, H, D, D).to(dtype)
+    state = state_from_published(given, frames=0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (state.kv.dtype, state.z.dtype, state.camera.kv.dtype, state.conv[1].dtype) == (wide, wide, wide, dtype)
+    assert torch.equal(state.kv, given[0].mT.to(wide))
+
+
+def test_a_batch_of_none_converts_without_a_tail() -> None:
+    given = [torch.zeros(0, H, D, D), torch.zeros(0, H, D, 1), None, None, None]
+    state = state_from_published(given, frames=3)
+    assert (state.kv.shape, state.z.shape) == ((0, H, D, D), (0, H, D))
+    given[4] = torch.zeros(0, K - 1, C)
+    with pytest.raises(ValueError, match="^slot 4 must be None for B = 0: it does not say how many tok"):
+        state_from_published(given, frames=3)
+
+
+def test_conversions_share_no_memory() -> None:
+    """Published code writes into its caches; heads of one channel, one tap and one token transpose without a copy."""
+    for batch, heads, width, taps, tokens in ((2, H, D, K - 1, 5), (1, 2, 1, 1, 1)):
+        square = torch.ones(batch, heads, width, width)
+        given = [square, torch.ones(batch, heads, width, 1), square.clone(), None]
+        given.append(torch.ones(batch * tokens, taps, heads * width))
+        for transposed in (given, [square.mT.contiguous().mT, *given[1:]]):
+            state = state_from_published(transposed, frames=0)
+            back = state_to_published(state)
+            for slot in (*transposed, *back):
+                if slot is not None:
+                    slot.zero_()
+            assert all(x.all() for x in (state.kv, state.z, state.camera.kv, state.conv[1]))
+            for slot in transposed:
+                if slot is not None:
+                    slot.fill_(1)
 
 
 def test_a_short_cache_and_homeless_tails_are_refused() -> None:

@@ -6,7 +6,7 @@ more, ``recall_gate``, a zero that nothing reads: dropped on the way in, written
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from gdn_kernels import checks
 from gdn_models.block import FrameGDNBlock
 from gdn_models.cache import CameraState, GDNState
+from gdn_models.config import require_count
+from gdn_models.gates import wide_dtype
 
 _UNUSED = "recall_gate"
-_MOST_NAMED = 8
+# Wrappers of activation checkpointing and FSDP: in the names of modules, not in those of state dicts.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # Slots of the published cache of one block; the others belong to other layers, or say which layer this is.
 _KV, _Z, _CAMERA_KV, _TAIL, _SLOTS = 0, 1, 2, 4, 5
 
@@ -31,8 +34,10 @@ def load_published(module: nn.Module, state_dict: Mapping[str, Tensor], *, prefi
 
     Raises:
         ValueError: Keys are missing, left over, or of another shape; all of them are named. A checkpoint without norms
-            of q and k is for blocks with ``qk_norm=False``.
-        NotImplementedError: The checkpoint's convolutions have a bias, which the blocks do not.
+            of q and k is for blocks with ``qk_norm=False``. The module or the checkpoint is on the meta device, where
+            nothing can be copied. Nothing is loaded then.
+        TypeError: A value of the checkpoint is not a tensor where the module has one.
+        NotImplementedError: The convolutions of a block have a bias in the checkpoint, which ours do not.
 
     Example:
         >>> from gdn_models import FrameGDN, load_published, published_state_dict
@@ -41,26 +46,35 @@ def load_published(module: nn.Module, state_dict: Mapping[str, Tensor], *, prefi
         >>> torch.equal(block.qkv.weight, trained.qkv.weight)
         True
     """
+    own, blocks = module.state_dict(), {name for name, _ in _blocks(module)}
     given = {
         key.removeprefix(prefix): value
         for key, value in state_dict.items()
-        if key.startswith(prefix) and key.rpartition(".")[2] != _UNUSED
+        if key.startswith(prefix) and (key.removeprefix(prefix) in own or key.rpartition(".")[2] != _UNUSED)
     }
-    biases = [key for key in given if key.endswith(".bias") and "conv_" in key.split(".")[-2]]
+    biases = sorted(key for key in given if key not in own and _is_convolution_bias(key, blocks))
     if biases:
-        raise NotImplementedError(f"convolutions with a bias are not supported, got {_some(biases)}")
-    own = module.state_dict()
+        raise NotImplementedError(f"convolutions with a bias are not supported, got {', '.join(biases)}")
     faults = []
     missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing:
-        faults.append(f"missing {_some(missing)}")
+        faults.append(f"missing {', '.join(missing)}")
     if extra:
-        faults.append(f"left over {_some(extra)}")
-    for key in sorted(own.keys() & given.keys()):
+        faults.append(f"left over {', '.join(extra)}")
+    tensors = [key for key in sorted(own.keys() & given.keys()) if isinstance(own[key], Tensor)]
+    for key in tensors:
+        checks.require_tensor(key, given[key])
         if own[key].shape != given[key].shape:
             faults.append(f"{key} must have shape {list(own[key].shape)}, got {list(given[key].shape)}")
     if faults:
         raise ValueError(f"the checkpoint does not fit {type(module).__name__}: {'; '.join(faults)}")
+    for owner, values, advice in (
+        (type(module).__name__, own, "call module.to_empty(device=...) first"),
+        ("the checkpoint", given, "load it on a device that holds data"),
+    ):
+        empty = [key for key in tensors if values[key].is_meta]
+        if empty:
+            raise ValueError(f"{owner} must not be on the meta device, got {', '.join(empty)} there; {advice}")
     module.load_state_dict(given, strict=True)
 
 
@@ -68,7 +82,8 @@ def published_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a block or model as the published code loads it, strictly.
 
     Returns:
-        dict[str, Tensor]: the entries of ``module.state_dict()``, and a ``recall_gate`` of one zero for every block.
+        dict[str, Tensor]: the entries of ``module.state_dict()``, and a ``recall_gate`` of one zero under every name of
+        every block. Wrappers of activation checkpointing are in no name.
 
     Example:
         >>> from gdn_models import FrameGDN, published_state_dict
@@ -76,18 +91,23 @@ def published_state_dict(module: nn.Module) -> dict[str, Tensor]:
         tensor([0.])
     """
     exported = dict(module.state_dict())
-    for name, block in module.named_modules():
-        if isinstance(block, FrameGDNBlock):
-            weight = block.qkv.weight
-            exported[f"{name}.{_UNUSED}" if name else _UNUSED] = torch.zeros(
-                1, dtype=weight.dtype, device=weight.device
-            )
+    for name, block in _blocks(module):
+        weight = block.qkv.weight
+        exported[f"{name}.{_UNUSED}" if name else _UNUSED] = torch.zeros(1, dtype=weight.dtype, device=weight.device)
     return exported
 
 
-def _some(keys: Sequence[str]) -> str:
-    shown = ", ".join(keys[:_MOST_NAMED])
-    return shown if len(keys) <= _MOST_NAMED else f"{shown} and {len(keys) - _MOST_NAMED} more"
+def _blocks(module: nn.Module) -> Iterator[tuple[str, FrameGDNBlock]]:
+    """Yield every block under all the names that it has in a state dict."""
+    for name, block in module.named_modules(remove_duplicate=False):
+        if isinstance(block, FrameGDNBlock):
+            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), block
+
+
+def _is_convolution_bias(key: str, blocks: set[str]) -> bool:
+    layer, _, parameter = key.rpartition(".")
+    block, _, own_name = layer.rpartition(".")
+    return parameter == "bias" and own_name.startswith("conv_") and block in blocks
 
 
 def state_from_published(cache: Sequence[Tensor | None], frames: int) -> GDNState:
@@ -99,8 +119,13 @@ def state_from_published(cache: Sequence[Tensor | None], frames: int) -> GDNStat
             looked at.
         frames: how many frames the stream has read, which published caches do not say.
 
+    Returns:
+        GDNState: in memory of its own, the matrices in fp32 (fp64 if slot 0 is); slots in 16 bits are widened.
+
     Raises:
-        ValueError: A slot is missing or of another shape.
+        ValueError: A slot is missing or of another shape, dtype or device; slot 4 for B = 0, where it does not say how
+            many tokens a frame has; ``frames`` is negative.
+        TypeError: A slot is not a tensor, or ``frames`` not an int.
 
     Example:
         >>> from gdn_models import state_from_published
@@ -109,6 +134,7 @@ def state_from_published(cache: Sequence[Tensor | None], frames: int) -> GDNStat
         >>> state.kv.equal(cache[0].mT), state.conv[1].shape
         (True, torch.Size([1, 3, 6, 8]))
     """
+    require_count("frames", frames, 0)
     if len(cache) < _SLOTS:
         raise ValueError(f"cache must have at least {_SLOTS} slots, got {len(cache)}")
     kv, z, camera_kv, tail = cache[_KV], cache[_Z], cache[_CAMERA_KV], cache[_TAIL]
@@ -116,25 +142,40 @@ def state_from_published(cache: Sequence[Tensor | None], frames: int) -> GDNStat
         raise ValueError("cache must hold the main state in slots 0 and 1")
     checks.require_rank("slot 0", kv, "B, H, D, D")
     batch, heads, width, _ = kv.shape
-    checks.require_shape("slot 0", kv, "B, H, D, D", (batch, heads, width, width))
-    checks.require_shape("slot 1", z, "B, H, D, 1", (batch, heads, width, 1))
+    square = (batch, heads, width, width)
+    wide = wide_dtype(kv)
+    for slot, value, letters, shape in (
+        (_KV, kv, "B, H, D, D", square),
+        (_Z, z, "B, H, D, 1", (batch, heads, width, 1)),
+        (_CAMERA_KV, camera_kv, "B, H, D, D", square),
+    ):
+        if value is not None:
+            checks.require_shape(f"slot {slot}", value, letters, shape)
+            checks.require_dtype(f"slot {slot}", value, [x for x in checks.FLOATING if x.itemsize <= wide.itemsize])
+            checks.require_device(f"slot {slot}", value, kv.device, "slot 0")
     own = None
     if tail is not None:
         checks.require_rank("slot 4", tail, "B*S, K-1, C")
-        if tail.shape[0] % max(batch, 1):
+        checks.require_shape("slot 4", tail, "B*S, K-1, C = H*D", (*tail.shape[:2], heads * width))
+        checks.require_dtype("slot 4", tail, checks.FLOATING)
+        checks.require_device("slot 4", tail, kv.device, "slot 0")
+        if not batch:
+            raise ValueError("slot 4 must be None for B = 0: it does not say how many tokens a frame has")
+        if tail.shape[0] % batch:
             raise ValueError(f"slot 4 must have a multiple of B = {batch} rows, got {tail.shape[0]}")
-        own = tail.reshape(batch, -1, *tail.shape[1:]).transpose(1, 2).contiguous()
-    camera = None
-    if camera_kv is not None:
-        checks.require_shape("slot 2", camera_kv, "B, H, D, D", (batch, heads, width, width))
-        camera = CameraState(camera_kv, (None, None, None))
-    return GDNState(kv.mT.contiguous(), z.squeeze(-1), (None, own, None), camera, frames)
+        own = _copied(tail.reshape(batch, tail.shape[0] // batch, *tail.shape[1:]).transpose(1, 2))
+    camera = None if camera_kv is None else CameraState(_copied(camera_kv.to(wide)), (None, None, None))
+    return GDNState(_copied(kv.mT.to(wide)), _copied(z.squeeze(-1).to(wide)), (None, own, None), camera, frames)
 
 
 def state_to_published(state: GDNState) -> list[Tensor | None]:
     """Return the published cache of one block that holds the state; the inverse of `state_from_published`.
 
+    Returns:
+        list[Tensor | None]: five slots, in memory of their own.
+
     Raises:
+        TypeError: ``state`` is not a `GDNState`.
         NotImplementedError: The state has tails that published caches have no slot for: of q, of v, of the camera.
 
     Example:
@@ -143,10 +184,16 @@ def state_to_published(state: GDNState) -> list[Tensor | None]:
         ...  state_to_published(FrameGDN(dim=16, heads=2).init_state(1, (0, 2, 2)))]
         [[1, 2, 8, 8], [1, 2, 8, 1], None, None, [4, 3, 16]]
     """
+    if not isinstance(state, GDNState):
+        raise TypeError(f"state must be a GDNState, got {type(state).__name__}")
     q, k, v = state.conv
-    camera = None if state.camera is None else state.camera.kv
+    camera = None if state.camera is None else _copied(state.camera.kv)
     homeless = [q, v, *(() if state.camera is None else state.camera.conv)]
     if any(tail is not None for tail in homeless):
         raise NotImplementedError("published caches hold the tail of the main convolution of k alone")
-    tail = None if k is None else k.transpose(1, 2).flatten(0, 1)
-    return [state.kv.mT.contiguous(), state.z[..., None], camera, None, tail]
+    tail = None if k is None else _copied(k.transpose(1, 2)).flatten(0, 1)
+    return [_copied(state.kv.mT), _copied(state.z[..., None]), camera, None, tail]
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
