@@ -12,7 +12,7 @@ from comparison import assert_close, assert_gradients_close, gradients, randomiz
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gdn_models import BidirectionalGDN, ChunkCausalGDN, FrameGDN, GDNState
+from gdn_models import BidirectionalGDN, CameraFrameGDN, ChunkCausalGDN, FrameGDN, GDNState
 from gdn_models.cache import CameraState
 
 B, H, D, ROWS, COLUMNS = 2, 2, 6, 2, 1
@@ -140,6 +140,29 @@ def test_state_is_a_pytree_and_detaches() -> None:
 # ---- errors
 
 
+@pytest.mark.parametrize(
+    "change, kind, message",
+    [
+        ({"batch": -1}, ValueError, "batch must be >= 0, got -1"),
+        ({"batch": 2.0}, TypeError, "batch must be an int, got float"),
+        ({"grid": (0, -1, 2)}, ValueError, r"grid must be three sizes >= 0, got \(0, -1, 2\)"),
+        ({"dtype": torch.int64}, ValueError, "dtype must be one of float16, bfloat16, float32, float64, got int64"),
+        ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype or None, got str"),
+    ],
+)
+@pytest.mark.parametrize("cls", [FrameGDN, CameraFrameGDN])
+def test_a_state_that_cannot_be_made_is_refused(
+    cls: type[nn.Module], change: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"^{message}$"):
+        cls(dim=16, heads=2).init_state(**{"batch": B, "grid": (0, ROWS, COLUMNS), **change})
+
+
+def test_whether_a_stream_has_cameras_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="^camera must be a bool, got Tensor$"):
+        CameraFrameGDN(dim=16, heads=2).init_state(B, (0, ROWS, COLUMNS), camera=torch.ones(B, 1, 20))
+
+
 def call(block: nn.Module, state: object, **options: object) -> None:
     block(torch.zeros(B, 2 * S, C, dtype=torch.float64), (2, ROWS, COLUMNS), state=state, **options)
 
@@ -149,6 +172,10 @@ def wrong_states() -> list[tuple[dict[str, object], type[Exception], str]]:
     q, k, v = good.conv
     return [
         ({"kv": good.kv[:, :1]}, ValueError, r"state.kv must have shape \[B, H, D, D\]"),
+        ({"kv": good.kv[:1]}, ValueError, r"state.kv must have shape \[B, H, D, D\] = \[2, .*, got \[1, 2, 6, 6\]"),
+        ({"kv": good.kv.to("meta")}, ValueError, r"state.kv must be on the device of x \(cpu\), got meta"),
+        ({"conv": (q, k, v.to("meta"))}, ValueError, r"state.conv of v must be on the device of x \(cpu\), got meta"),
+        ({"conv": (q.int(), k, v)}, ValueError, "state.conv of q must have dtype float16, bfloat16, float32, float64"),
         ({"kv": good.kv.float()}, ValueError, "state.kv must have dtype float64, got float32"),
         ({"z": None}, ValueError, "state.z must be a tensor: kv and z go together"),
         ({"z": good.z[..., :3]}, ValueError, r"state.z must have shape \[B, H, D\]"),

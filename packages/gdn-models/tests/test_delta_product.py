@@ -226,3 +226,17 @@ def test_layer_refuses_dtypes_and_states_of_others() -> None:
     with pytest.raises(NotImplementedError, match="state together with cu_seqlens"):
         layer(x, state=state, cu_seqlens=(0, T))
     assert isinstance(state, DeltaProductState)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"batch": -1}, ValueError, "batch must be >= 0, got -1"),
+        ({"batch": True}, TypeError, "batch must be an int, got bool"),
+        ({"dtype": torch.bool}, ValueError, "dtype must be one of float16, bfloat16, float32, float64, got bool"),
+        ({"dtype": "half"}, TypeError, "dtype must be a torch.dtype or None, got str"),
+    ],
+)
+def test_a_state_that_cannot_be_made_is_refused(change: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}$"):
+        make().init_state(**{"batch": 1, **change})

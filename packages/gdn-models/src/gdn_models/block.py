@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from gdn_cp import FramePartition, cp_frame_gdn
 from gdn_kernels import Direction, FrameState, RotaryTables, checks, frame_gdn, rotary_tables
-from gdn_models.cache import ConvTails, GDNState, check_state, check_tails, zero_tails
+from gdn_models.cache import ConvTails, GDNState, check_state, check_state_request, check_tails, zero_tails
 from gdn_models.clip import Clip, check_frame_valid, check_grid, mask_tokens
 from gdn_models.clip_conv import convolve_clip
 from gdn_models.config import FrameGDNConfig, config_of
 from gdn_models.gates import Grid, frame_decay, gate_output, key_scale, write_strength
+from gdn_models.layers import require_plain
 from gdn_models.parallel import ContextParallelModule, raise_on_all_ranks
 from gdn_models.temporal_conv import TemporalConv
 
@@ -122,12 +123,15 @@ class FrameGDNBlock(ContextParallelModule):
                 fp64 if this is.
 
         Raises:
+            ValueError: ``batch`` or a size is negative, or ``dtype`` is not a floating one.
+            TypeError: An argument is of the wrong Python type.
             NotImplementedError: The block reads the future, and has no form that streams.
         """
         self._require_stream()
         config, (_, rows, columns) = self.config, check_grid(grid)
         weight = self.qkv.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
+        check_state_request(batch, dtype)
         wide: dict[str, Any] = {
             "device": device, "dtype": torch.float64 if dtype == torch.float64 else torch.float32,
         }  # fmt: skip
@@ -176,7 +180,8 @@ class FrameGDNBlock(ContextParallelModule):
 
         Raises:
             ValueError: A shape, dtype, device or value is wrong, or chunk starts were given to a class without chunks.
-            TypeError: An argument is of the wrong Python type.
+            TypeError: An argument is of the wrong Python type; ``beta_proj``, ``gate_proj`` or a norm was replaced by a
+                module that is not what it was: their weights are read, their forward never runs.
             NotImplementedError: A state with ``frame_valid``, a partition or a context of several ranks; a state for a
                 class that reads the future; a split by heads with ``qk_norm``.
             RuntimeError: Context and partition do not go together, ranks disagree, or an exchange did not complete.
@@ -250,6 +255,8 @@ class FrameGDNBlock(ContextParallelModule):
         partition: FramePartition | None,
     ) -> Clip:
         """Check every argument without reading device data."""
+        for name, kind in self._layers_read():
+            require_plain(name, getattr(self, name), kind)
         grid = check_grid(grid)
         checks.require_rank("x", x, "B, N, C")
         tokens = grid[0] * grid[1] * grid[2]
@@ -272,6 +279,11 @@ class FrameGDNBlock(ContextParallelModule):
         if state is not None:
             self._check_state(state, x, grid, valid, partition)
         return Clip(grid, valid, interior, shard, state)
+
+    def _layers_read(self) -> list[tuple[str, type[nn.Module]]]:
+        """Return the layers whose weights are read, and what they must be."""
+        norms = ("q_norm", "k_norm") if self.config.qk_norm else ()
+        return [("beta_proj", nn.Linear), ("gate_proj", nn.Linear), *((name, nn.RMSNorm) for name in norms)]
 
     def _check_state(
         self, state: GDNState, x: Tensor, grid: Grid, valid: Tensor | None, partition: FramePartition | None

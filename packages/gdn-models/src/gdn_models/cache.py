@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gdn_kernels import checks
+from gdn_models.config import require_count
 
 ConvTails = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -86,6 +87,16 @@ class DeltaProductState(NamedTuple):
 def _detached(tails: ConvTails) -> ConvTails:
     q, k, v = (None if tail is None else tail.detach() for tail in tails)
     return q, k, v
+
+
+def check_state_request(batch: object, dtype: object) -> None:
+    """Raise unless a state for ``batch`` samples with tails of ``dtype`` can be made."""
+    require_count("batch", batch, 0)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {type(dtype).__name__}")
+    if dtype not in checks.FLOATING:
+        names = ", ".join(str(allowed).removeprefix("torch.") for allowed in checks.FLOATING)
+        raise ValueError(f"dtype must be one of {names}, got {str(dtype).removeprefix('torch.')}")
 
 
 def zero_tails(shape: tuple[int, int, int, int], used: tuple[bool, bool, bool], **factory: Any) -> ConvTails:

@@ -107,8 +107,12 @@ class CameraGDNBlock(FrameGDNBlock):
                 fp64 if this is.
 
         Raises:
+            ValueError: ``batch`` or a size is negative, or ``dtype`` is not a floating one.
+            TypeError: An argument is of the wrong Python type.
             NotImplementedError: The block reads the future, and has no form that streams.
         """
+        if not isinstance(camera, bool):
+            raise TypeError(f"camera must be a bool, got {type(camera).__name__}")
         state = super().init_state(batch, grid, device=device, dtype=dtype)
         if not camera:
             return state
@@ -160,7 +164,7 @@ class CameraGDNBlock(FrameGDNBlock):
         Raises:
             ValueError: As in `FrameGDN`; a camera of another shape, dtype or device; a state whose camera part is
                 missing or left over.
-            TypeError: An argument is of the wrong Python type.
+            TypeError: An argument is of the wrong Python type; as in `FrameGDN`, for the camera's norms too.
             NotImplementedError: As in `FrameGDN`; a camera that requires a gradient.
             RuntimeError: As in `FrameGDN`; a camera on some of the ranks only (found out when ranks first meet with or
                 without one; in a graph of ``torch.compile`` only by the convolutions).
@@ -301,6 +305,10 @@ class CameraGDNBlock(FrameGDNBlock):
             rule = "None: the stream began without" if camera is None else "a CameraState: the stream began with"
             raise ValueError(f"state.camera must be {rule} a camera")
         return clip
+
+    def _layers_read(self) -> list[tuple[str, type[nn.Module]]]:
+        norms = ("q_norm_cam", "k_norm_cam") if self.config.qk_norm else ()
+        return [*super()._layers_read(), *((name, nn.RMSNorm) for name in norms)]
 
     def _check_camera_state(self, state: GDNState, x: Tensor, grid: Grid) -> None:
         camera = state.camera

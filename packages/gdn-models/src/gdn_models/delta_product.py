@@ -17,9 +17,10 @@ from gdn_cp import CPContext, TokenPartition, halo_exchange
 from gdn_cp.delta_product import TorchGatedDeltaProductCPBackend, choose_backend, gdp_chunkwise_context_parallel
 from gdn_cp.partition import Partition
 from gdn_kernels import checks, gated_delta_product, l2_normalize
-from gdn_models.cache import DeltaProductState
+from gdn_models.cache import DeltaProductState, check_state_request
 from gdn_models.config import GatedDeltaProductConfig, config_of
 from gdn_models.gates import wide_dtype
+from gdn_models.layers import require_plain
 from gdn_models.parallel import ContextParallelModule, Shard
 
 PROJECTION_GAIN = 2**-2.5
@@ -132,9 +133,14 @@ class GatedDeltaProduct(ContextParallelModule):
             batch: B.
             device: of the state; that of the parameters if None.
             dtype: of the convolutions' tails; of the parameters if None.
+
+        Raises:
+            ValueError: ``batch`` is negative, or ``dtype`` is not a floating one.
+            TypeError: An argument is of the wrong Python type.
         """
         config, weight = self.config, self.q_proj.weight
         device, dtype = weight.device if device is None else device, weight.dtype if dtype is None else dtype
+        check_state_request(batch, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         shape = (batch, config.heads_of_values, config.head_dim, config.value_dim)
         q, k, v = (
@@ -175,7 +181,7 @@ class GatedDeltaProduct(ContextParallelModule):
 
         Raises:
             ValueError: A shape, dtype, device or value is wrong.
-            TypeError: An argument is of the wrong Python type.
+            TypeError: An argument is of the wrong Python type, or ``o_norm`` was replaced by something else.
             NotImplementedError: A state together with packed sequences, or under context parallelism; or
                 ``backend="fla"`` and x is not of 16 bits on a CUDA device.
             ImportError: ``backend="fla"``, and FLA or a function of it is missing.
@@ -318,6 +324,7 @@ class GatedDeltaProduct(ContextParallelModule):
 
     def _project(self, x: Tensor, output: Tensor) -> Tensor:
         """Normalise per head, gate and project ``[B, T, HV, V]``; in fp32 (fp64) up to one rounding."""
+        require_plain("o_norm", self.o_norm, nn.RMSNorm)
         wide = wide_dtype(output)
         normed = functional.rms_norm(
             output.to(wide), (self.config.value_dim,), self.o_norm.weight.to(wide), self.config.norm_eps
