@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from comparison import assert_close, assert_gradients_close, gradients, randomiz
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gdn_models import BidirectionalGDN, CameraFrameGDN, ChunkCausalGDN, FrameGDN, GDNState
+from gdn_models import BidirectionalGDN, CameraFrameGDN, ChunkCausalGDN, FrameGDN, GatedDeltaProduct, GDNState
 from gdn_models.cache import CameraState
 
 B, H, D, ROWS, COLUMNS = 2, 2, 6, 2, 1
@@ -135,6 +136,26 @@ def test_state_is_a_pytree_and_detaches() -> None:
     parts = [cut.kv, cut.z, *cut.conv, cut.camera.kv, *cut.camera.conv]
     assert not any(p.requires_grad for p in parts)
     assert cut.frames == F
+
+
+@pytest.mark.parametrize("kind", ["main", "camera", "tokens"])
+def test_saved_states_load_as_they_were(kind: str) -> None:
+    """`torch.load` unpickles allowed classes only, by default; a named tuple is one that has to be allowed."""
+    if kind == "tokens":
+        state = GatedDeltaProduct(dim=16, heads=2, head_dim=8).init_state(B)
+    else:
+        state = (CameraFrameGDN if kind == "camera" else FrameGDN)(dim=16, heads=2).init_state(B, (0, ROWS, COLUMNS))
+    leaves, structure = tree_flatten(state)
+    state = tree_unflatten([torch.randn_like(x) if isinstance(x, Tensor) else x for x in leaves], structure)
+    file = io.BytesIO()
+    torch.save({"layers": [state]}, file)
+    file.seek(0)
+    found = torch.load(file)["layers"][0]
+    assert type(found) is type(state)
+    found_leaves, found_structure = tree_flatten(found)
+    assert found_structure == structure
+    for one, other in zip(found_leaves, tree_flatten(state)[0], strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 # ---- errors

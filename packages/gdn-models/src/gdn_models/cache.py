@@ -29,7 +29,7 @@ class GDNState(NamedTuple):
     """What a block remembers of the frames it has read. A tuple: nothing writes into it, copies are cheap to keep.
 
     Made by ``block.init_state``, returned by ``block(x, grid, state=...)``. Gradients flow through it; truncated
-    back-propagation is ``state.detach()``.
+    back-propagation is ``state.detach()``. `torch.save` and `torch.load` take it, where this package is imported.
 
     Attributes:
         kv: ``[B, H, D, D]`` key-first, fp32 (fp64 for fp64 blocks).
@@ -82,6 +82,9 @@ class DeltaProductState(NamedTuple):
     def detach(self) -> DeltaProductState:
         """Return the state cut from the graph that made it."""
         return DeltaProductState(self.recurrent.detach(), _detached(self.conv))
+
+
+torch.serialization.add_safe_globals([GDNState, CameraState, DeltaProductState])  # for torch.load(weights_only=True)
 
 
 def _detached(tails: ConvTails) -> ConvTails:
