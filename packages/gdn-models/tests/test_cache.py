@@ -206,6 +206,8 @@ def wrong_states() -> list[tuple[dict[str, object], type[Exception], str]]:
         ({"camera": CameraState(good.kv, good.conv)}, ValueError, "state.camera must be None for FrameGDN"),
         ({"frames": -1}, ValueError, "state.frames must be >= 0, got -1"),
         ({"frames": 1.0}, TypeError, "state.frames must be an int, got float"),
+        ({"spatial": 2}, TypeError, r"state.spatial must be a tuple \(h, w\) or None, got 2"),
+        ({"spatial": (2, 1, 1)}, TypeError, r"state.spatial must be a tuple \(h, w\) or None, got \(2, 1, 1\)"),
     ]
 
 
@@ -222,6 +224,41 @@ def test_a_state_of_another_block_is_refused(index: int) -> None:
 def test_a_state_is_a_gdn_state() -> None:
     with pytest.raises(TypeError, match="state must be a GDNState or None, got tuple"):
         call(make(FrameGDN), (1, 2))
+
+
+@pytest.mark.parametrize("cls", [FrameGDN, ChunkCausalGDN, CameraFrameGDN])
+@pytest.mark.parametrize("conv_size", [0, 4])
+@pytest.mark.parametrize("other", [(1, 6), (3, 2), (1, 1), (2, 4)])
+def test_rows_and_columns_are_those_of_the_first_call(
+    cls: type[nn.Module], conv_size: int, other: tuple[int, int]
+) -> None:
+    """As many tokens in another order, or without convolutions any number, would run with wrong positions and scale."""
+    block = cls(dim=16, heads=2, conv_size=conv_size)
+
+    def read(spatial: tuple[int, int], state: GDNState) -> GDNState:
+        seen = (torch.ones(B, 2, 20),) if cls is CameraFrameGDN else ()
+        return block(torch.ones(B, 2 * spatial[0] * spatial[1], 16), (2, *spatial), *seen, state=state)[1]
+
+    fresh = block.init_state(B, (0, 2, 3))
+    assert fresh.spatial == (2, 3)
+    after = read((2, 3), fresh)
+    assert after.spatial == after.detach().spatial == (2, 3)
+    assert after.detach().frames == 2
+    for state in (fresh, after):
+        message = (
+            rf"^grid must have the h and w of the stream, \(2, 3\), in every call, got \({other[0]}, {other[1]}\)$"
+        )
+        with pytest.raises(ValueError, match=message):
+            read(other, state)
+
+
+def test_a_state_that_does_not_know_its_rows_and_columns_learns_them() -> None:
+    """Those of converted caches, and of files from before states had them."""
+    block = make(FrameGDN)
+    state = GDNState(*block.init_state(B, (0, ROWS, COLUMNS))[:5])
+    assert state.spatial is None
+    x = torch.zeros(B, 2 * S, C, dtype=torch.float64)
+    assert block(x, (2, ROWS, COLUMNS), state=state)[1].spatial == (ROWS, COLUMNS)
 
 
 def test_a_tail_that_no_convolution_reads_is_refused() -> None:

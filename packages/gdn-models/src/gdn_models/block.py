@@ -117,7 +117,7 @@ class FrameGDNBlock(ContextParallelModule):
 
         Args:
             batch: B.
-            grid: (F, h, w) of the calls to come; F is not looked at.
+            grid: (F, h, w) of the calls to come, which must have its h and w; F is not looked at.
             device: of the state; that of the parameters if None.
             dtype: of the convolutions' tails, that of the tokens; of the parameters if None. The matrices are fp32, or
                 fp64 if this is.
@@ -137,7 +137,8 @@ class FrameGDNBlock(ContextParallelModule):
         }  # fmt: skip
         lead = (batch, config.heads, config.head_dim)
         tails = zero_tails(self._tail_shape(batch, rows * columns), self._tails_used(), device=device, dtype=dtype)
-        return GDNState(torch.zeros(*lead, config.head_dim, **wide), torch.zeros(lead, **wide), tails, None, 0)
+        kv, z = torch.zeros(*lead, config.head_dim, **wide), torch.zeros(lead, **wide)
+        return GDNState(kv, z, tails, None, 0, (rows, columns))
 
     @overload
     def forward(
@@ -170,8 +171,9 @@ class FrameGDNBlock(ContextParallelModule):
                 `ChunkCausalGDN` only; None is one chunk.
             frame_valid: ``[B, F]``, ``[B, 1, F]`` or ``[B, 1, F, 1, 1]``, bool or 0/1 floats, local frames. An invalid
                 frame is transparent: valid frames get what they would get if it held zeros, and its output is 0.
-            state: what the call before returned, or `init_state`: the frames follow those that it has read. One call
-                is one or more whole chunks; ``chunk_starts`` counts from its first frame. Not written to.
+            state: what the call before returned, or `init_state`: the frames follow those that it has read, of the
+                same h and w. One call is one or more whole chunks; ``chunk_starts`` counts from its first frame. Not
+                written to.
             partition: frames of each rank, the same on every rank; None is what `apply_context_parallel` was given.
 
         Returns:
@@ -203,7 +205,7 @@ class FrameGDNBlock(ContextParallelModule):
         if clip.state is None:
             return y
         assert final is not None
-        return y, GDNState(final.kv, final.z, tails, None, clip.state.frames + clip.grid[0])
+        return y, GDNState(final.kv, final.z, tails, None, clip.state.frames + clip.grid[0], clip.grid[1:])
 
     def extra_repr(self) -> str:
         """Return the options that differ from their defaults, and the rank if a context is attached."""
@@ -296,7 +298,7 @@ class FrameGDNBlock(ContextParallelModule):
             raise NotImplementedError("state under context parallelism is not supported: stream on one rank")
         config = self.config
         wide = torch.float64 if self.qkv.weight.dtype == torch.float64 else torch.float32
-        check_state(state, x.shape[0], config.heads, config.head_dim, wide, x)
+        check_state(state, grid, x.shape[0], config.heads, config.head_dim, wide, x)
         check_tails("state.conv", state.conv, self._tails_used(), self._tail_shape(x.shape[0], grid[1] * grid[2]), x)
         self._check_camera_state(state, x, grid)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gdn_kernels import checks
 from gdn_models.config import require_count
+from gdn_models.gates import Grid
 
 ConvTails = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -37,6 +38,7 @@ class GDNState(NamedTuple):
         conv: last K - 1 inputs of the convolutions of q, k and v, ``[B, K-1, S, C]`` each, None without one.
         camera: state of the camera branch; None in blocks without one.
         frames: how many frames were read: the position of the next one.
+        spatial: h and w of the grid, fixed over a stream; None where they are not known yet, as in a converted cache.
 
     Example:
         >>> from gdn_models import FrameGDN
@@ -53,11 +55,12 @@ class GDNState(NamedTuple):
     conv: ConvTails
     camera: CameraState | None
     frames: int
+    spatial: tuple[int, int] | None = None
 
     def detach(self) -> GDNState:
         """Return the state cut from the graph that made it."""
         camera = self.camera and CameraState(self.camera.kv.detach(), _detached(self.camera.conv))
-        return GDNState(self.kv.detach(), self.z.detach(), _detached(self.conv), camera, self.frames)
+        return self._replace(kv=self.kv.detach(), z=self.z.detach(), conv=_detached(self.conv), camera=camera)
 
 
 class DeltaProductState(NamedTuple):
@@ -130,8 +133,10 @@ def check_tails(
             checks.require_device(label, tail, like.device, "x")
 
 
-def check_state(state: object, batch: int, heads: int, width: int, dtype: torch.dtype, like: Tensor) -> GDNState:
-    """Return the state if its matrices are those of this block; ValueError or TypeError if not. Not its tails."""
+def check_state(
+    state: object, grid: Grid, batch: int, heads: int, width: int, dtype: torch.dtype, like: Tensor
+) -> GDNState:
+    """Return the state if it is one of this block and grid; ValueError or TypeError if not. Its tails are not read."""
     if not isinstance(state, GDNState):
         raise TypeError(f"state must be a GDNState or None, got {type(state).__name__}")
     square, column = ("B, H, D, D", (batch, heads, width, width)), ("B, H, D", (batch, heads, width))
@@ -146,4 +151,11 @@ def check_state(state: object, batch: int, heads: int, width: int, dtype: torch.
         raise TypeError(f"state.frames must be an int, got {type(state.frames).__name__}")
     if state.frames < 0:
         raise ValueError(f"state.frames must be >= 0, got {state.frames}")
+    if state.spatial is not None:
+        if not isinstance(state.spatial, tuple) or len(state.spatial) != 2:
+            raise TypeError(f"state.spatial must be a tuple (h, w) or None, got {state.spatial!r}")
+        if state.spatial != grid[1:]:
+            raise ValueError(
+                f"grid must have the h and w of the stream, {tuple(state.spatial)}, in every call, got {grid[1:]}"
+            )
     return state

@@ -100,7 +100,7 @@ class CameraGDNBlock(FrameGDNBlock):
 
         Args:
             batch: B.
-            grid: (F, h, w) of the calls to come; F is not looked at.
+            grid: (F, h, w) of the calls to come, which must have its h and w; F is not looked at.
             camera: the calls will be given cameras: all of them, or none.
             device: of the state; that of the parameters if None.
             dtype: of the convolutions' tails, that of the tokens; of the parameters if None. The matrices are fp32, or
@@ -191,7 +191,7 @@ class CameraGDNBlock(FrameGDNBlock):
         assert final is not None
         assert camera_kv is not None
         after = CameraState(camera_kv, tails[1])
-        return y, GDNState(final.kv, final.z, tails[0], after, clip.state.frames + clip.grid[0])
+        return y, GDNState(final.kv, final.z, tails[0], after, clip.state.frames + clip.grid[0], clip.grid[1:])
 
     def _rays(self, camera: Camera, clip: Clip) -> RayTransforms:
         """Return the transforms of the local tokens; in invalid frames, which may hold anything, the identity."""
