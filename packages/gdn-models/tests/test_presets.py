@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gdn_models import BidirectionalGDN, CameraBidirectionalGDN, CameraChunkCausalGDN, ChunkCausalGDN, Preset, preset
+import gdn_models
+from gdn_models import (
+    BidirectionalGDN,
+    CameraBidirectionalGDN,
+    CameraChunkCausalGDN,
+    CameraGDNConfig,
+    ChunkCausalGDN,
+    FrameGDN,
+    FrameGDNConfig,
+    GatedDeltaProduct,
+    Preset,
+    preset,
+)
 from gdn_models.presets import PRESETS
 
 SIZES = {
@@ -63,6 +75,44 @@ def test_the_tiny_preset_runs() -> None:
     again = block(changed, found.grid(), chunk_starts=found.chunk_starts(6))
     assert torch.equal(y[:, :12], again[:, :12])
     assert not torch.equal(y[:, 12:], again[:, 12:])
+
+
+def cameras(frames: int) -> torch.Tensor:
+    return torch.cat((torch.eye(4).flatten(), torch.tensor([2.0, 2.0, 1.0, 1.0]))).expand(2, frames, 20)
+
+
+@pytest.mark.parametrize("cls", [FrameGDN, BidirectionalGDN, ChunkCausalGDN])
+@pytest.mark.parametrize("seen", [False, True], ids=["plain", "camera"])
+def test_the_tiny_preset_is_for_every_class(cls: type[FrameGDN], seen: bool) -> None:
+    if seen:
+        cls = getattr(gdn_models, f"Camera{cls.__name__}")
+    found = preset("tiny").with_block(cls)
+    assert found.chunk_starts(6) == ((0, 3) if cls.has_chunks else None)
+    assert (found.name, found.grid(), type(found.config)) == ("tiny", (6, 2, 2), cls.config_kind)
+    block, keywords = found.make(), {"chunk_starts": found.chunk_starts(6)} if cls.has_chunks else {}
+    assert type(block) is cls
+    assert (block.config.dim, block.config.heads, block.config.head_dim) == SIZES["tiny"]
+    rest = (cameras(6),) if seen else ()
+    assert block(torch.randn(2, 24, 64), found.grid(), *rest, **keywords).shape == (2, 24, 64)
+
+
+def test_another_class_keeps_every_option_that_it_has() -> None:
+    config = CameraGDNConfig(
+        dim=32, heads=2, qkv_bias=True, conv_qv=True, eps=0.5, precision="ieee", patch_size=(1, 2, 2)
+    )
+    wide = Preset("own", CameraChunkCausalGDN, config, (2, 2), (5,), 2, "first_frame")
+    narrow = wide.with_block(ChunkCausalGDN)
+    fields = FrameGDNConfig.__dataclass_fields__
+    assert type(narrow.config) is FrameGDNConfig
+    assert [getattr(narrow.config, name) for name in fields] == [getattr(config, name) for name in fields]
+    assert (narrow.chunk_size, narrow.chunk_mode, narrow.frames, narrow.spatial) == (2, "first_frame", (5,), (2, 2))
+    assert wide.with_block(CameraChunkCausalGDN) == wide
+
+
+@pytest.mark.parametrize("other", [GatedDeltaProduct, "FrameGDN", None])
+def test_what_is_no_class_of_blocks(other: object) -> None:
+    with pytest.raises(TypeError, match="^block must be a class such as FrameGDN, got "):
+        preset("tiny").with_block(other)
 
 
 def test_names_that_are_not_there() -> None:

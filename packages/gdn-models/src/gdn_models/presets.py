@@ -40,6 +40,24 @@ class Preset:
     chunk_size: int | None = None
     chunk_mode: str = "uniform"
 
+    def with_block(self, block: type[FrameGDNBlock]) -> Preset:
+        """Return the preset for another class of blocks: the same sizes and options, without chunks if it has none.
+
+        Raises:
+            TypeError: ``block`` is not a class of frame-wise blocks.
+
+        Example:
+            >>> from gdn_models import CameraChunkCausalGDN, preset
+            >>> preset("tiny").with_block(CameraChunkCausalGDN).config.patch_size
+            (1, 1, 1)
+        """
+        if not isinstance(block, type) or not issubclass(block, FrameGDNBlock):
+            raise TypeError(f"block must be a class such as FrameGDN, got {getattr(block, '__name__', block)!r}")
+        names = [field.name for field in dataclasses.fields(block.config_kind) if hasattr(self.config, field.name)]
+        config = block.config_kind(**{name: getattr(self.config, name) for name in names})
+        chunk_size = self.chunk_size if block.has_chunks else None
+        return dataclasses.replace(self, block=block, config=config, chunk_size=chunk_size)
+
     def make(self, **factory: Any) -> FrameGDNBlock:
         """Return a new block; ``device`` and ``dtype`` may be given."""
         return self.block(self.config, **factory)
@@ -88,7 +106,7 @@ def preset(name: str) -> Preset:
     4 frames and then 3 (its softmax blocks are the model's own). ``"wide_d128"``: heads of 128 channels, a power of
     two. ``"sana_wm_720p"``, ``"sana_wm_720p_chunk"`` and ``"sana_wm_stream"``: the linear blocks of SANA-WM, which take
     cameras, for clips of 121 frames read both ways or in chunks of 3, and for one chunk per call. ``"tiny"``: for tests
-    on a CPU.
+    on a CPU, of every class through `Preset.with_block`.
 
     Raises:
         ValueError: There is no preset of this name; the message lists what there is.
