@@ -165,6 +165,30 @@ def test_gradients_flow_through_a_state_until_it_is_detached() -> None:
     assert not x.grad[:, :5].any()
 
 
+@pytest.mark.parametrize("conv_size", [0, 1, 4])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("shape", [(2, 0), (0, T), (2, 1)])
+def test_the_smallest_sizes_give_every_parameter_a_gradient(
+    shape: tuple[int, int], streams: bool, conv_size: int
+) -> None:
+    """Zeros where nothing was read: wrappers that average over ranks wait for all of them."""
+    layer = make(conv_size=conv_size)
+    x = torch.randn(*shape, C, dtype=torch.float64, requires_grad=True)
+    state = layer.init_state(shape[0])
+    state = state._replace(conv=tuple(tail if tail is None else torch.randn_like(tail) for tail in state.conv))
+    y = layer(x)
+    if streams:
+        y, after = layer(x, state=state)
+        if not shape[1]:
+            for tail, before in zip(after.conv, state.conv, strict=True):
+                assert tail is before is None or torch.equal(tail, before)
+    assert y.shape == x.shape
+    y.square().sum().backward()
+    found = gradients(layer)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert x.numel() or not any(gradient.any() for gradient in found.values())
+
+
 # ---- errors
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from agreement import assert_all_close, assert_close, assert_same
-from frame_gdn_cases import DIRECTIONS, K_SCALE, KINDS, MASK, upstream
+from frame_gdn_cases import DIRECTIONS, K_SCALE, KINDS, MASK, B, D, H, S, upstream
 from sequential_frame_gdn import sequential_frame_gdn
 from stage_cases import entry_of, named_tensors, stage_inputs, stage_options
 from torch import Tensor
@@ -60,6 +60,23 @@ def test_reference_with_entry_states_agrees_with_the_sequential_loop(
             )
         )  # fmt: skip
     assert_all_close(*(dict(zip(leaves, gradients, strict=True)) for gradients in both), TOLERANCE)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_without_frames_gives_every_input_a_gradient_of_zeros(kind: str, direction: str) -> None:
+    """None would make a wrapper that averages over ranks wait; the states pass through."""
+    inputs, options = stage_inputs(kind, (B, H, 0, S, D)), stage_options(kind, direction)
+    entry = entry_of(inputs, options)
+    result, denominator, exits = frame_gdn_reference(inputs, options, entry)
+    assert result.shape == (B, 0, H, D)
+    assert_all_close(named_tensors(exits), named_tensors(entry), 0)
+    total = result.sum() + (0 if denominator is None else denominator.sum())
+    leaves = {name: value for name, value in named_tensors(inputs, entry).items() if value.requires_grad}
+    gradients = torch.autograd.grad(total, list(leaves.values()))
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        assert gradient.shape == leaf.shape, name
+        assert not gradient.any(), name
 
 
 def test_transitions_are_what_they_are_called() -> None:

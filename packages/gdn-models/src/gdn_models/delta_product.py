@@ -297,17 +297,13 @@ class GatedDeltaProduct(ContextParallelModule):
             joined = halo_exchange(torch.cat(list(raw), 2), reach, 0, 1, shard.context, shard.partition)
             extended = torch.split(joined, [x.shape[2] for x in raw], 2)
         for i, (x, conv, wide) in enumerate(zip(raw, self._convolutions(), extended, strict=True)):
-            if conv is not None and x.shape[1]:
+            if conv is not None:
                 if wide is None:
                     tail = None if state is None else state.conv[i]
                     before = x.new_zeros(x.shape[0], reach, x.shape[2]) if tail is None else tail.to(x.dtype)
                     wide = torch.cat([before, x], 1)
-                x = conv(wide, since)
+                x = conv(wide, since)  # without tokens too: the weight gets its gradient, and backward its exchange
                 tails[i] = wide[:, wide.shape[1] - reach :].clone() if state is not None else None
-            elif wide is not None:
-                x = wide  # a rank without tokens, whose backward still reaches the exchange
-            elif conv is not None and state is not None:
-                tails[i] = state.conv[i]
             found.append(functional.silu(x))
         return found, (tails[0], tails[1], tails[2])
 
@@ -361,6 +357,8 @@ class ShortConv(nn.Module):
         ``since [T]``: how many tokens of its own sequence lie before each token; None: all that are there.
         """
         channels, _, taps = self.weight.shape
+        if x.shape[1] < taps:  # no token; the weight stays in the graph
+            return x[:, :0] * self.weight[:, 0].sum(-1).to(x.dtype)
         if since is None:
             return functional.conv1d(x.mT, self.weight, groups=channels).mT
         tokens = x.shape[1] - taps + 1

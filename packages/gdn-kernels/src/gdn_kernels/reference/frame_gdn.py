@@ -163,11 +163,11 @@ def _scan_stream(
 
 def _forward_scan(p: Tensor, a: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state after every frame, stacked on dim 2, and after the last: forget, then write."""
-    history = []
+    history, entry = [], state
     for f in range(a.shape[2]):
         state = _step(p, a, decay, f, state)
         history.append(state)
-    return _stack(history, a), state
+    return _stack(history, p, a, decay, entry), state
 
 
 def _reverse_scan(p: Tensor, a: Tensor, decay: Tensor, resets: tuple[int, ...], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,11 +175,11 @@ def _reverse_scan(p: Tensor, a: Tensor, decay: Tensor, resets: tuple[int, ...], 
 
     A frame reads the frames after it only. The gate that acts on a step is that of the frame being written.
     """
-    history = []
+    history, entry = [], state
     for f in reversed(range(a.shape[2])):
         history.append(state)
         state = torch.zeros_like(state) if f in resets else _step(p, a, decay, f, state)
-    return _stack(history[::-1], a), state
+    return _stack(history[::-1], p, a, decay, entry), state
 
 
 def _step(p: Tensor, a: Tensor, decay: Tensor, f: int, state: Tensor) -> Tensor:
@@ -198,8 +198,12 @@ def _affine(p: Tensor, a: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     return transition.contiguous(), increment.contiguous()
 
 
-def _stack(history: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(history, dim=2) if history else torch.zeros_like(like)
+def _stack(history: list[Tensor], p: Tensor, a: Tensor, decay: Tensor, entry: Tensor) -> Tensor:
+    """Stack the history. One of no frames is in the graph of everything too, so that all get a gradient, of zeros."""
+    if history:
+        return torch.stack(history, dim=2)
+    state = entry[:, :, None]
+    return decay[..., None, None] * (state - p @ state) + a
 
 
 def _as_column(z: Tensor | None) -> Tensor | None:
