@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from delta_product_shares import Share, by_hand
 from ranks import run_ranks
 
 from gdn_cp import CPContext, TokenPartition, count_exchanges
@@ -262,6 +263,18 @@ def test_samples_are_isolated_exactly():
             assert torch.equal(one[2][name][:, mask], other[2][name][:, mask]), name
         if not keep.all():
             assert not torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("lengths", [None, (4, 3, 6)], ids=["rows", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit_of_either_pass(dtype, lengths):
+    share, backend = Share((5, 0, 8), lengths), TorchGatedDeltaProductCPBackend()
+    expected = by_hand(share, backend, dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = by_hand(share, backend, dtype)
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name], x), name
 
 
 def test_a_foreign_saved_context_is_refused():

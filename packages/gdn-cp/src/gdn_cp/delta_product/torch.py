@@ -66,60 +66,62 @@ class _Backward:
 class TorchGatedDeltaProductCPBackend:
     """Gated delta product of one shard; fp32 arithmetic for 16-bit inputs, summaries in fp32 (fp64).
 
-    Its summaries are laid out as those of every packed backend: ``[HV, K, V + K]`` of the boundary fragment for packed
-    sequences, ``[B, HV, K, V + K]`` otherwise.
+    Autocast has no effect inside. Its summaries are laid out as those of every packed backend: ``[HV, K, V + K]``
+    of the boundary fragment for packed sequences, ``[B, HV, K, V + K]`` otherwise.
     """
 
     autograd_function = GDPChunkwiseContextParallel
 
     def cp_forward_prepare(self, inputs: GDPInputs) -> tuple[CPForwardPackedSummary, _Local]:
         """Summarise the last fragment, or every batch row."""
-        packed = inputs.cu_seqlens is not None
-        lengths = _lengths(inputs)
-        grid = _grid(lengths, inputs.num_householder, inputs.q.device)
-        operands = operands_on_grid(
-            inputs.q, inputs.k, inputs.v, inputs.beta, inputs.g, grid, inputs.num_householder
-        )  # fmt: skip
-        last = [len(lengths) - 1] if packed else None
-        shape = _state_shape(inputs.q, inputs.v, 1 if packed else len(lengths))
-        if packed and not lengths:
-            summary = _identity(shape, operands.q)
-        elif not inputs.forward_summary_needed:
-            summary = operands.q.new_zeros(*shape[:-1], shape[-1] + shape[-2])
-        else:
-            summary = forward_summary(operands.k, operands.decay, operands.factors, grid.plan, last)
-            if inputs.initial_state is not None:
-                rows = inputs.initial_state[-1:] if packed else inputs.initial_state
-                summary = _folded(summary, rows)
-        return CPForwardPackedSummary(summary[0] if packed else summary), _Local(inputs, grid, operands)
+        with _exact(inputs.q):
+            packed = inputs.cu_seqlens is not None
+            lengths = _lengths(inputs)
+            grid = _grid(lengths, inputs.num_householder, inputs.q.device)
+            operands = operands_on_grid(
+                inputs.q, inputs.k, inputs.v, inputs.beta, inputs.g, grid, inputs.num_householder
+            )  # fmt: skip
+            last = [len(lengths) - 1] if packed else None
+            shape = _state_shape(inputs.q, inputs.v, 1 if packed else len(lengths))
+            if packed and not lengths:
+                summary = _identity(shape, operands.q)
+            elif not inputs.forward_summary_needed:
+                summary = operands.q.new_zeros(*shape[:-1], shape[-1] + shape[-2])
+            else:
+                summary = forward_summary(operands.k, operands.decay, operands.factors, grid.plan, last)
+                if inputs.initial_state is not None:
+                    rows = inputs.initial_state[-1:] if packed else inputs.initial_state
+                    summary = _folded(summary, rows)
+            return CPForwardPackedSummary(summary[0] if packed else summary), _Local(inputs, grid, operands)
 
     def cp_forward_apply(
         self, local_context: _Local, preceding_summaries: CPForwardPackedSummary
     ) -> tuple[Any, CPSavedContext]:
         """Run the shard from the state that the preceding ranks leave."""
-        inputs, grid, operands = local_context.inputs, local_context.grid, local_context.operands
-        packed = inputs.cu_seqlens is not None
-        initial = operands.q.new_zeros(_state_shape(inputs.q, inputs.v, len(grid.lengths)))
-        if inputs.initial_state is not None:
-            initial = inputs.initial_state.to(initial.dtype).clone()
-        folded = _fold(preceding_summaries.packed, range(len(preceding_summaries.packed)))
-        if folded is not None and len(initial):
-            if packed:
-                initial[0] = folded
-            else:
-                initial = folded
-        o, states = chunk_forward(
-            operands.q, operands.k, operands.decay, operands.factors, grid.plan, initial, scale=inputs.scale
-        )
-        output: Any = output_to_stream(o, grid, inputs.q, inputs.v)
-        if inputs.output_final_state:
-            output = (output, states.final_state.clone())
-        kept = _Kept(
-            grid.lengths, packed, inputs.num_householder, inputs.scale, inputs.g is not None,
-            inputs.initial_state is not None, inputs.backward_summary_needed,
-        )  # fmt: skip
-        gate = () if inputs.g is None else (inputs.g,)
-        return output, CPSavedContext((inputs.q, inputs.k, inputs.v, inputs.beta, initial, *gate), kept)
+        with _exact(local_context.inputs.q):
+            inputs, grid, operands = local_context.inputs, local_context.grid, local_context.operands
+            packed = inputs.cu_seqlens is not None
+            initial = operands.q.new_zeros(_state_shape(inputs.q, inputs.v, len(grid.lengths)))
+            if inputs.initial_state is not None:
+                initial = inputs.initial_state.to(initial.dtype).clone()
+            folded = _fold(preceding_summaries.packed, range(len(preceding_summaries.packed)))
+            if folded is not None and len(initial):
+                if packed:
+                    initial[0] = folded
+                else:
+                    initial = folded
+            o, states = chunk_forward(
+                operands.q, operands.k, operands.decay, operands.factors, grid.plan, initial, scale=inputs.scale
+            )
+            output: Any = output_to_stream(o, grid, inputs.q, inputs.v)
+            if inputs.output_final_state:
+                output = (output, states.final_state.clone())
+            kept = _Kept(
+                grid.lengths, packed, inputs.num_householder, inputs.scale, inputs.g is not None,
+                inputs.initial_state is not None, inputs.backward_summary_needed,
+            )  # fmt: skip
+            gate = () if inputs.g is None else (inputs.g,)
+            return output, CPSavedContext((inputs.q, inputs.k, inputs.v, inputs.beta, initial, *gate), kept)
 
     def cp_backward_prepare(
         self, output_grad: Any, saved_context: CPSavedContext
@@ -128,47 +130,54 @@ class TorchGatedDeltaProductCPBackend:
         kept = saved_context.metadata
         if not isinstance(kept, _Kept):
             raise TypeError(f"saved_context must come from this backend, got metadata {type(kept).__name__}")
-        q, k, v, beta, initial, *gate = saved_context.tensors
-        g = gate[0] if kept.gated else None
-        doutput, dfinal = output_grad if isinstance(output_grad, tuple) else (output_grad, None)
-        grid = _grid(kept.lengths, kept.num_householder, q.device)
-        operands = operands_on_grid(q, k, v, beta, g, grid, kept.num_householder)
-        do = output_gradient_on_grid(doutput, grid, operands)
-        shape = _state_shape(q, v, 1 if kept.packed else len(kept.lengths))
-        if kept.packed and not kept.lengths:
-            summary = _identity(shape, operands.q)
-        elif not kept.needed:
-            summary = operands.q.new_zeros(*shape[:-1], shape[-1] + shape[-2])
-        else:
-            first = [0] if kept.packed else None
-            summary = backward_summary(
-                operands.q, operands.k, operands.decay, operands.factors.w, do, grid.plan, first, scale=kept.scale
-            )
-            if dfinal is not None:
-                summary = _folded(summary, dfinal[:1] if kept.packed else dfinal)
-        packed = CPBackwardPackedSummary(summary[0] if kept.packed else summary)
-        return packed, _Backward(kept, (q, k, v, beta, g), grid, operands, do, dfinal, initial)
+        with _exact(saved_context.tensors[0]):
+            q, k, v, beta, initial, *gate = saved_context.tensors
+            g = gate[0] if kept.gated else None
+            doutput, dfinal = output_grad if isinstance(output_grad, tuple) else (output_grad, None)
+            grid = _grid(kept.lengths, kept.num_householder, q.device)
+            operands = operands_on_grid(q, k, v, beta, g, grid, kept.num_householder)
+            do = output_gradient_on_grid(doutput, grid, operands)
+            shape = _state_shape(q, v, 1 if kept.packed else len(kept.lengths))
+            if kept.packed and not kept.lengths:
+                summary = _identity(shape, operands.q)
+            elif not kept.needed:
+                summary = operands.q.new_zeros(*shape[:-1], shape[-1] + shape[-2])
+            else:
+                first = [0] if kept.packed else None
+                summary = backward_summary(
+                    operands.q, operands.k, operands.decay, operands.factors.w, do, grid.plan, first, scale=kept.scale
+                )
+                if dfinal is not None:
+                    summary = _folded(summary, dfinal[:1] if kept.packed else dfinal)
+            packed = CPBackwardPackedSummary(summary[0] if kept.packed else summary)
+            return packed, _Backward(kept, (q, k, v, beta, g), grid, operands, do, dfinal, initial)
 
     def cp_backward_apply(
         self, backward_context: _Backward, following_summaries: CPBackwardPackedSummary
     ) -> GDPInputGradients:
         """Finish the gradients from the state gradient that the following ranks leave."""
-        c, (q, k, v, beta, g) = backward_context, backward_context.streams
-        dfinal = torch.zeros_like(c.initial) if c.dfinal is None else c.dfinal.to(c.initial.dtype).clone()
-        folded = _fold(following_summaries.packed, reversed(range(len(following_summaries.packed))))
-        if folded is not None and len(dfinal):
-            if c.kept.packed:
-                dfinal[-1] += folded
-            else:
-                dfinal += folded
-        o = c.operands
-        states = chunk_states(o.k, o.decay, o.factors, c.grid.plan, c.initial)
-        found = chunk_backward(
-            o.q, o.k, o.v, o.beta, o.decay, o.factors, states, c.doutput, dfinal, c.grid.plan, scale=c.kept.scale
-        )
-        dq, dk, dv, dbeta, dg = gradients_to_streams(found, c.grid, q, k, v, beta, g)
-        gradients = (dq, dk, dv, dg, dbeta)
-        return (*gradients, found.dinitial_state) if c.kept.has_initial else gradients
+        with _exact(backward_context.initial):
+            c, (q, k, v, beta, g) = backward_context, backward_context.streams
+            dfinal = torch.zeros_like(c.initial) if c.dfinal is None else c.dfinal.to(c.initial.dtype).clone()
+            folded = _fold(following_summaries.packed, reversed(range(len(following_summaries.packed))))
+            if folded is not None and len(dfinal):
+                if c.kept.packed:
+                    dfinal[-1] += folded
+                else:
+                    dfinal += folded
+            o = c.operands
+            states = chunk_states(o.k, o.decay, o.factors, c.grid.plan, c.initial)
+            found = chunk_backward(
+                o.q, o.k, o.v, o.beta, o.decay, o.factors, states, c.doutput, dfinal, c.grid.plan, scale=c.kept.scale
+            )
+            dq, dk, dv, dbeta, dg = gradients_to_streams(found, c.grid, q, k, v, beta, g)
+            gradients = (dq, dk, dv, dg, dbeta)
+            return (*gradients, found.dinitial_state) if c.kept.has_initial else gradients
+
+
+def _exact(operand: Tensor) -> torch.autocast:
+    """Return a context without autocast on the operand's device."""
+    return torch.autocast(operand.device.type, enabled=False)
 
 
 def _lengths(inputs: GDPInputs) -> tuple[int, ...]:
