@@ -57,6 +57,7 @@ def test_packed_worked_example():
     assert found[1].local_seq_idx.tolist() == [[0, 1, 1, 1]]
     assert all(m.any_crossing for m in found)
     assert len({m.plan for m in found}) == 1
+    assert [(m.rank, m.size) for m in found] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_packed_agrees_with_a_count_token_by_token():
@@ -96,7 +97,15 @@ def test_build_metadata_agrees_with_packed():
         for rank in range(size):
             expected = TokenPartition.even(6, size).packed(cumulative(lengths), rank, "cpu")
             found = build_packed_sequence_cp_metadata(ids, cp_rank=rank, cp_size=size)
-            for name in ("preceding_rank_start", "following_rank_stop", "fragment_sequences", "any_crossing", "plan"):
+            for name in (
+                "preceding_rank_start",
+                "following_rank_stop",
+                "fragment_sequences",
+                "any_crossing",
+                "plan",
+                "rank",
+                "size",
+            ):
                 assert getattr(found, name) == getattr(expected, name), name
             assert torch.equal(found.local_seq_idx, expected.local_seq_idx)
             assert torch.equal(found.local_cu_seqlens, expected.local_cu_seqlens)

@@ -45,6 +45,8 @@ class PackedSequenceCPMetadata:
         any_crossing: some sequence lies on more than one rank: the same on all ranks. Nothing is exchanged if not.
         local_bounds: ``local_cu_seqlens`` on the host. Without it, it is read from the device when needed.
         plan: a hash of cuts and sequences, compared over ranks.
+        rank: whose metadata these are; None is not known, and not compared with the rank that uses them.
+        size: number of ranks; known if ``rank`` is.
     """
 
     local_seq_idx: Tensor
@@ -55,6 +57,8 @@ class PackedSequenceCPMetadata:
     any_crossing: bool = True
     local_bounds: tuple[int, ...] = ()
     plan: str = ""
+    rank: int | None = None
+    size: int | None = None
     _tables: dict[tuple[int, int], ChunkTables] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -196,6 +200,8 @@ def _metadata(
         any_crossing=crossing,
         local_bounds=tuple(bounds),
         plan=digest((partition.counts, tuple(starts), tuple(sequences))),
+        rank=rank,
+        size=partition.size,
     )
 
 

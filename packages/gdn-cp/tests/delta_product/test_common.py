@@ -9,6 +9,7 @@ from gdn_cp import CPContext, TokenPartition
 from gdn_cp.chunkwise import CPBackwardPackedSummary, CPForwardPackedSummary, CPSavedContext
 from gdn_cp.delta_product.common import GDPChunkwiseContextParallel, gdp_chunkwise_context_parallel
 from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
+from gdn_cp.token_partition import PackedSequenceCPMetadata, build_packed_sequence_cp_metadata
 
 
 class Recording:
@@ -130,3 +131,59 @@ def test_arguments_that_do_not_fit_are_named():
         call(initial_state=state.double())
     with pytest.raises(ValueError, match="k must have shape"):
         call(num_householder=3)
+
+
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        ({"cu_seqlens": (0, 3)}, TypeError, "cu_seqlens must be a torch.Tensor, got tuple"),
+        ({"cu_seqlens": torch.zeros(2)}, ValueError, "cu_seqlens must have dtype int32, int64, got float32"),
+        ({"cu_seqlens": torch.tensor(3)}, ValueError, r"cu_seqlens must have shape \[fragments \+ 1\], got \[\]"),
+        ({"initial_state": 0.0}, TypeError, "initial_state must be a torch.Tensor, got float"),
+        ({"initial_state": torch.tensor(0.0)}, ValueError, r"initial_state must have shape \[N, HV, K, V\], got \[\]"),
+        ({"backend": "fla"}, TypeError, "backend must be a GDPChunkwiseCPBackend, as choose_backend makes .* got str"),
+        (
+            {"backend": TorchGatedDeltaProductCPBackend},
+            TypeError,
+            "backend must be a GDPChunkwiseCPBackend, .* got the class TorchGatedDeltaProductCPBackend",
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        call(**changes)
+
+
+def test_sequences_without_a_state_are_refused():
+    state = torch.zeros(2, 1, 2, 2)
+    for ids, message in [
+        ((-1, 0, 1), "sequences must be numbered >= 0 when initial_state is given, got -1"),
+        ((0, 1, 2), "initial_state must have a state for sequence 2, got N = 2"),
+    ]:
+        metadata = build_packed_sequence_cp_metadata(torch.tensor([ids], dtype=torch.int32), 0, 1)
+        with pytest.raises(ValueError, match=message):
+            call(metadata=metadata, initial_state=state)
+        assert call(metadata=metadata).shape == (1, 3, 1, 2)
+
+
+def test_metadata_that_name_no_rank_are_taken():
+    """Code for the published fields makes its own."""
+    cu = torch.tensor([0, 1, 3], dtype=torch.int32)
+    metadata = PackedSequenceCPMetadata(torch.tensor([[0, 1, 1]], dtype=torch.int32), cu, 0, 1)
+    assert torch.equal(call(inputs := shard(), metadata=metadata), call(inputs, cu_seqlens=cu))
+
+
+@pytest.mark.ranks
+def test_metadata_of_another_rank_are_refused_on_all():
+    partition = TokenPartition((3, 3))
+
+    def worker(rank):
+        own, other = (partition.packed((0, 3, 6), r, "cpu") for r in (rank, 1 - rank))
+        context = CPContext(dist.group.WORLD, validate="always")
+        with pytest.raises(ValueError, match=r"for this rank, . of 2 ranks, got those of rank . of 2"):
+            call(context=context, metadata=other)
+        with pytest.raises(ValueError, match="of 2 ranks, got those of rank 0 of 3"):
+            call(context=context, metadata=own if rank else TokenPartition((3, 3, 1)).packed((0, 7), 0, "cpu"))
+        return call(context=context, metadata=own).shape
+
+    assert run_ranks(2, worker) == [(1, 3, 1, 2)] * 2

@@ -59,6 +59,11 @@ class GDPInputs:
     bounds: tuple[int, ...] | None = None
 
 
+_MEMBERS = (
+    "autograd_function", "cp_forward_prepare", "cp_forward_apply", "cp_backward_prepare", "cp_backward_apply",
+)  # fmt: skip
+
+
 class GDPChunkwiseCPBackend(LinearAttentionCPBackend[GDPInputs, Any, Any, GDPInputGradients], Protocol):
     """A backend of the gated delta product; ``output_grad`` is a pair with the final state's if that was returned."""
 
@@ -159,19 +164,20 @@ def gdp_chunkwise_context_parallel(
         v: ``[B, T*R, HV, V]``, HV a multiple of H.
         g: ``[B, T, HV]``, natural log of the decay, or None.
         beta: ``[B, T*R, HV]``.
-        cu_seqlens: ``[fragments + 1]`` int32 of this rank's fragments, B = 1; None for one sequence per batch row, or
-            with ``metadata``.
+        cu_seqlens: ``[fragments + 1]`` int32 (int64) of this rank's fragments, B = 1; None for one sequence per batch
+            row, or with ``metadata``.
         num_householder: R.
         scale: of the output.
         cp_group: process group; may be None with ``context``.
-        backend: the local kernels.
+        backend: the local kernels, as `choose_backend` makes them.
         preceding_rank_start: first rank of this rank's first sequence.
         following_rank_stop: one more than the last rank of this rank's last sequence; None is the number of ranks.
         initial_state: ``[N, HV, K, V]`` fp32 (fp64), of the same shape on every rank, one per batch row or per sequence
             of the whole stream (then ``metadata`` is needed). A row is read, and its gradient is nonzero, only where
             its sequence begins; on rank 0 for batch rows.
         output_final_state: return also the state after each local fragment or batch row, ``[fragments, HV, K, V]``.
-        metadata: of packed sequences; replaces cu_seqlens, start and stop, and tells whether anything is exchanged.
+        metadata: of packed sequences, made for this rank; replaces cu_seqlens, start and stop, and tells whether
+            anything is exchanged.
         context: how exchanges are named and checked; one of ``cp_group`` if None.
 
     Returns:
@@ -199,11 +205,14 @@ def gdp_chunkwise_context_parallel(
 
     def make() -> tuple[Terms, tuple[Tensor | None, int, int, _Appended]]:
         local_cu, start, stop = cu_seqlens, preceding_rank_start, following_rank_stop
+        _check_backend(backend)
+        if local_cu is not None:
+            checks.require_rank("cu_seqlens", local_cu, "fragments + 1")
+            checks.require_dtype("cu_seqlens", local_cu, (torch.int32, torch.int64))
+        if initial_state is not None:
+            checks.require_rank("initial_state", initial_state, "N, HV, K, V")
         if metadata is not None:
-            if not isinstance(metadata, PackedSequenceCPMetadata):
-                raise TypeError(f"metadata must be a PackedSequenceCPMetadata or None, got {type(metadata).__name__}")
-            if local_cu is not None and local_cu is not metadata.local_cu_seqlens:
-                raise ValueError("cu_seqlens must be None or metadata.local_cu_seqlens when metadata is given")
+            _check_metadata(metadata, local_cu, context)
             local_cu, start, stop = (
                 metadata.local_cu_seqlens, metadata.preceding_rank_start, metadata.following_rank_stop
             )  # fmt: skip
@@ -252,6 +261,26 @@ def gdp_chunkwise_context_parallel(
     )
 
 
+def _check_backend(backend: object) -> None:
+    """Raise TypeError unless the backend is an object with all that the protocol names."""
+    if isinstance(backend, type) or not all(hasattr(backend, name) for name in _MEMBERS):
+        given = f"the class {backend.__name__}" if isinstance(backend, type) else type(backend).__name__
+        raise TypeError(f"backend must be a GDPChunkwiseCPBackend, as choose_backend makes them, got {given}")
+
+
+def _check_metadata(metadata: object, cu_seqlens: Tensor | None, context: CPContext) -> None:
+    """Raise unless the metadata were made for this rank and go together with ``cu_seqlens``."""
+    if not isinstance(metadata, PackedSequenceCPMetadata):
+        raise TypeError(f"metadata must be a PackedSequenceCPMetadata or None, got {type(metadata).__name__}")
+    if cu_seqlens is not None and cu_seqlens is not metadata.local_cu_seqlens:
+        raise ValueError("cu_seqlens must be None or metadata.local_cu_seqlens when metadata is given")
+    if metadata.rank is not None and (metadata.rank, metadata.size) != (context.rank, context.size):
+        raise ValueError(
+            f"metadata must be made for this rank, {context.rank} of {context.size} ranks, got those of rank "
+            f"{metadata.rank} of {metadata.size}"
+        )
+
+
 def _beginning(
     context: CPContext,
     q: Tensor,
@@ -271,7 +300,9 @@ def _beginning(
     if metadata is None or len(metadata.fragment_sequences) != fragments:
         raise ValueError("initial_state of packed sequences needs metadata that numbers them, as TokenPartition.packed")
     held = metadata.fragment_sequences
-    if held and held[-1] >= len(initial_state):
-        raise ValueError(f"initial_state must have a state for sequence {held[-1]}, got N = {len(initial_state)}")
+    if min(held, default=0) < 0:
+        raise ValueError(f"sequences must be numbered >= 0 when initial_state is given, got {min(held)}")
+    if max(held, default=-1) >= len(initial_state):
+        raise ValueError(f"initial_state must have a state for sequence {max(held)}, got N = {len(initial_state)}")
     first = 1 if start < context.rank else 0
     return tuple((fragment, held[fragment]) for fragment in range(first, fragments)), fragments
