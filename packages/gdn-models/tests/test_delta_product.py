@@ -195,6 +195,7 @@ def test_the_smallest_sizes_give_every_parameter_a_gradient(
 def test_config_refuses() -> None:
     for options, kind, message in [
         ({"heads": 0}, ValueError, "heads must be >= 1, got 0"),
+        ({"head_dim": 257}, ValueError, "head_dim must be <= 256 for any backend, got 257; use more heads"),
         ({"value_heads": 3}, ValueError, "value_heads must be a multiple of heads = 2, got 3"),
         ({"expand_v": 0.3}, ValueError, "expand_v must make head_dim"),
         ({"num_householder": 0}, ValueError, "num_householder must be >= 1, got 0"),

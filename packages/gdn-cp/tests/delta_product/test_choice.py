@@ -32,7 +32,6 @@ def test_auto_takes_fla_only_for_what_it_runs(monkeypatch):
         (queries(torch.float16, 256), FLAGatedDeltaProductCPBackend),
         (queries(torch.float32), TorchGatedDeltaProductCPBackend),
         (queries(is_cuda=False), TorchGatedDeltaProductCPBackend),
-        (queries(width=257), TorchGatedDeltaProductCPBackend),
     ]:
         assert type(choose_backend("auto", q)) is kind
     assert type(choose_backend("torch", queries())) is TorchGatedDeltaProductCPBackend
@@ -51,3 +50,9 @@ def test_refuses_other_names():
         choose_backend("triton", queries())
     with pytest.raises(TypeError, match="backend must be a str, got NoneType"):
         choose_backend(None, queries())
+
+
+@pytest.mark.parametrize("name", ["auto", "torch", "fla"])
+def test_refuses_keys_that_no_backend_takes(name):
+    with pytest.raises(ValueError, match="q must have K <= 256 for any backend, got K = 257; use narrower heads"):
+        choose_backend(name, queries(width=257))

@@ -253,12 +253,13 @@ def test_unsupported_inputs():
     for dtype in (torch.bfloat16, torch.float16):
         fla._require_supported(stand_in(dtype, 256))
     with pytest.raises(
-        NotImplementedError, match="bfloat16, float16 on a CUDA device, got float32 on cuda:0; use the torch"
+        NotImplementedError,
+        match="bfloat16 or float16 on a CUDA device, got float32 on cuda:0; use the torch backend for others, or auto",
     ):
         fla._require_supported(stand_in(torch.float32))
-    with pytest.raises(NotImplementedError, match="K <= 256, got 257; use the torch backend"):
+    with pytest.raises(NotImplementedError, match="K <= 256, got K = 257; use narrower heads"):
         fla._require_supported(stand_in(torch.bfloat16, 257))
-    with pytest.raises(NotImplementedError, match="beta and g up to float32, got float64; use the torch backend"):
+    with pytest.raises(NotImplementedError, match="beta and g in float32 or 16 bits, got float64; cast them, or"):
         fla._require_supported(stand_in(torch.bfloat16, gate=torch.float64))
     x = torch.zeros(1, 2, 1, 4, dtype=torch.bfloat16)
     inputs = GDPInputs(x, x, x, None, x[..., 0], None, 1, 1.0)

@@ -9,6 +9,7 @@ import torch
 
 from gdn_cp.delta_product import BACKENDS
 from gdn_kernels import Impl, Precision, checks
+from gdn_kernels.delta_product.op import WIDEST_KEY
 
 _Config = TypeVar("_Config")
 KEY_SCALES = ("dim_spatial", "dim", "none")
@@ -129,7 +130,7 @@ class GatedDeltaProductConfig:
         dim: C, width of the layer.
         heads: H, heads of q and k.
         value_heads: HV, heads of v, a multiple of ``heads``; None is ``heads``.
-        head_dim: K, width of a key.
+        head_dim: K, width of a key, up to 256.
         expand_v: V / K.
         num_householder: R, steps of the state per token.
         conv_size: taps of the short convolutions over tokens; 0 leaves them out.
@@ -166,6 +167,8 @@ class GatedDeltaProductConfig:
         """Check every field, and store options under their full names."""
         for name, least in (("dim", 1), ("heads", 1), ("head_dim", 1), ("num_householder", 1), ("conv_size", 0)):
             require_count(name, getattr(self, name), least)
+        if self.head_dim > WIDEST_KEY:
+            raise ValueError(f"head_dim must be <= {WIDEST_KEY} for any backend, got {self.head_dim}; use more heads")
         for name in ("forget_gate", "output_gate", "allow_neg_eigval"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from gdn_cp.delta_product.fla import DTYPES, FLAGatedDeltaProductCPBackend
 from gdn_cp.delta_product.fla_functions import WIDEST_KEY
 from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
+from gdn_kernels.delta_product import op
 
 BACKENDS = ("auto", "torch", "fla")
 Backend = FLAGatedDeltaProductCPBackend | TorchGatedDeltaProductCPBackend
@@ -18,16 +19,18 @@ def choose_backend(name: str, q: Tensor) -> Backend:
     """Return a backend by name.
 
     Args:
-        name: ``"torch"``, ``"fla"``, or ``"auto"``: FLA's kernels for bf16 and fp16 on a CUDA device with K up to 256,
-            if all that the backend calls can be imported, else torch. Only ``"auto"`` ever looks for another.
-        q: the queries, ``[B, T, H, K]``. Ranks must agree: their dtype and K are the same, the packages must be.
+        name: ``"torch"``, ``"fla"``, or ``"auto"``: FLA's kernels for bf16 and fp16 on a CUDA device, if all that the
+            backend calls can be imported, else torch. A backend that is named is the one that is returned; inputs that
+            it does not take, it refuses when it runs.
+        q: the queries, ``[B, T, H, K]``, K up to 256. Ranks must agree: their dtype and K are the same, the packages
+            must be.
 
     Returns:
         Backend: the backend, which holds no state.
 
     Raises:
         TypeError: ``name`` is no str.
-        ValueError: No backend has this name.
+        ValueError: No backend has this name, or K > 256, which none takes.
         ImportError: ``"fla"``, and FLA or a function of it is missing.
 
     Example:
@@ -39,6 +42,8 @@ def choose_backend(name: str, q: Tensor) -> Backend:
         raise TypeError(f"backend must be a str, got {type(name).__name__}")
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    if q.shape[-1] > op.WIDEST_KEY:
+        raise ValueError(f"q must have K <= {op.WIDEST_KEY} for any backend, got K = {q.shape[-1]}; use narrower heads")
     if name == "fla":
         return FLAGatedDeltaProductCPBackend()
     if name == "auto" and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= WIDEST_KEY:

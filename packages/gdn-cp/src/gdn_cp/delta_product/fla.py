@@ -203,12 +203,15 @@ def _require_supported(inputs: GDPInputs) -> None:
     name = str(q.dtype).removeprefix("torch.")
     if not q.is_cuda or q.dtype not in DTYPES:
         raise NotImplementedError(
-            f"the FLA backend takes bfloat16, float16 on a CUDA device, got {name} on {q.device}; use the torch backend"
+            "the FLA backend takes q, k and v in bfloat16 or float16 on a CUDA device, "
+            f"got {name} on {q.device}; use the torch backend for others, or auto for whichever can run"
         )
     if any(x.dtype == torch.float64 for x in gates):
-        raise NotImplementedError("the FLA backend takes beta and g up to float32, got float64; use the torch backend")
+        raise NotImplementedError(
+            "the FLA backend takes beta and g in float32 or 16 bits, got float64; cast them, or use the torch backend"
+        )
     if q.shape[3] > WIDEST_KEY:
-        raise NotImplementedError(f"the FLA backend takes K <= {WIDEST_KEY}, got {q.shape[3]}; use the torch backend")
+        raise NotImplementedError(f"the FLA backend takes K <= {WIDEST_KEY}, got K = {q.shape[3]}; use narrower heads")
 
 
 def _prepare_fla_forward(inputs: GDPInputs) -> GDPLocalContext:
