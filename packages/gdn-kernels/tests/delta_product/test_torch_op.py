@@ -58,3 +58,35 @@ def test_compiled_calls_are_one_graph_and_equal_eager_ones() -> None:
     assert_all_close(gradients(found, case), gradients(expected, case), 1e-14)  # the norm is the compiler's
     for name, value in expected.items():
         assert_same(found[name], value, name)
+
+
+def test_a_compiled_call_takes_other_sequences_in_the_same_graph() -> None:
+    """The second call is compiled again, with offsets that may be any ints; later ones of as many sequences are not."""
+    bounds = [(0, 3, 8), (0, 5, 8), (0, 4, 8), (0, 8, 8)]
+    case = make_case(2, group=2, bounds=bounds[0])
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    def call(cu_seqlens: tuple[int, ...], *tensors: Tensor) -> dict[str, Tensor]:
+        found = gated_delta_product(
+            *tensors[:5], num_householder=2, initial_state=tensors[5], output_final_state=True, cu_seqlens=cu_seqlens
+        )
+        assert found.final_state is not None
+        return {"output": found.output, "final_state": found.final_state}
+
+    counted = torch.compile(call, fullgraph=True, backend=count)
+    for given in bounds:
+        counted(given, *(x.detach() for x in case[:6]))
+    assert graphs == 2
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for given in bounds:
+        expected, found = call(given, *case[:6]), compiled(given, *case[:6])
+        for name, value in expected.items():
+            assert_same(found[name], value, name)
+        given_back = gradients(found, case)
+        for name, value in gradients(expected, case).items():
+            assert_same(given_back[name], value, name)

@@ -52,7 +52,7 @@ def gated_delta_product(
         output_final_state: return the state after the last token of every sequence.
         cu_seqlens: ``[N+1]`` token offsets of sequences packed into one row, B = 1: from 0 to T, not decreasing; equal
             neighbours are an empty sequence. Ints, or an int32 or int64 tensor, whose values are read: one on a GPU is
-            waited for. None is one sequence per batch row.
+            waited for, and ``torch.compile`` breaks its graph there. None is one sequence per batch row.
         chunk_size: rows (R per token) that are worked on at once, >= 1; a chunk has ``max(1, chunk_size // R)`` tokens.
             Any number gives the same result up to rounding.
         impl: ``"auto"`` and ``"torch"``: batched torch operations on any device. ``"triton"`` is not implemented.
@@ -168,6 +168,6 @@ def _sequence_lengths(cu_seqlens: Tensor | Sequence[int], batch: int, tokens: in
     if batch != 1:
         raise ValueError(f"cu_seqlens needs B = 1, got B = {batch}")
     lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or min(lengths, default=0) < 0:
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(length < 0 for length in lengths):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {tokens}, got {bounds}")
     return lengths
