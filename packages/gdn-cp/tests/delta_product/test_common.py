@@ -75,6 +75,27 @@ def test_double_backward_is_refused():
         dq.sum().backward()
 
 
+def test_a_compiled_call_breaks_its_graph_once():
+    graphs, compiling = [], []
+
+    class Watching(Recording):
+        def cp_forward_prepare(self, inputs):
+            compiling.append(torch.compiler.is_compiling())
+            return super().cp_forward_prepare(inputs)
+
+    def around(q, k, v, beta):
+        return 2.0 * call({"q": q, "k": k, "v": v + 1.0, "g": None, "beta": beta}, Watching())
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    inputs = [x for x in shard().values() if x is not None]
+    assert torch.equal(torch.compile(around, backend=keep)(*inputs), around(*inputs))
+    assert len(graphs) == 2
+    assert compiling == [False, False]
+
+
 @pytest.mark.ranks
 def test_slices_are_those_of_the_sequence():
     def worker(rank):

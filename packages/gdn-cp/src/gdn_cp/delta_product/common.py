@@ -192,6 +192,7 @@ def gdp_chunkwise_context_parallel(
         crosses ranks.
     Every rank must call this: yes, and its backward, if some rank's input requires a gradient.
     Gradient: of the sum of all ranks' losses, once differentiable.
+    Compilation: runs outside the graph, which ``torch.compile`` breaks before and after it.
 
     Example:
         >>> from gdn_cp.delta_product.torch import TorchGatedDeltaProductCPBackend
@@ -201,6 +202,13 @@ def gdp_chunkwise_context_parallel(
         >>> gdp_chunkwise_context_parallel(q, k, v, None, beta, None, 2, 1.0, None, backend, context=context).shape
         torch.Size([1, 4, 2, 3])
     """
+    if torch.compiler.is_compiling():  # one break; traced into, each helper that meets a rank would be another
+        eager = torch.compiler.disable(gdp_chunkwise_context_parallel)  # type: ignore[no-untyped-call]
+        return eager(
+            q, k, v, g, beta, cu_seqlens, num_householder, scale, cp_group, backend, preceding_rank_start,
+            following_rank_stop, initial_state=initial_state, output_final_state=output_final_state, metadata=metadata,
+            context=context,
+        )  # fmt: skip
     context = context if context is not None else CPContext(cp_group)
 
     def make() -> tuple[Terms, tuple[Tensor | None, int, int, _Appended]]:
