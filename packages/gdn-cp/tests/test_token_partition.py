@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gdn_cp import TokenPartition
+from gdn_cp import TokenPartition, token_partition
 from gdn_cp.token_partition import PackedSequenceCPMetadata, build_packed_sequence_cp_metadata
 
 
@@ -131,21 +131,28 @@ def test_build_metadata_errors():
         build_packed_sequence_cp_metadata(ids(0, 1), 2, 2)
 
 
-def test_chunk_tables_are_made_once_for_a_number_of_steps():
-    metadata = TokenPartition((200,)).packed((0, 130, 135, 200), 0, "cpu")
-    tables = metadata.chunk_tables(2)
-    assert tables is metadata.chunk_tables(2)
-    assert tables.cu_seqlens_rows.tolist() == [0, 260, 270, 400]
-    assert tables.chunk_indices.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [2, 1]]
-    assert [int(n) for n in tables.chunk_indices_rows[:, 0].bincount()] == [5, 1, 3]
-    one = metadata.chunk_tables(1)
-    assert one.cu_seqlens_rows is one.cu_seqlens is metadata.local_cu_seqlens
-    assert metadata.chunk_tables(1, 32).chunk_indices.shape == (5 + 1 + 3, 2)
+def test_sequences_are_walked_over_a_fixed_number_of_times():
+    """However many ranks there are."""
+
+    class Counted(list):
+        walks = 0
+
+        def __iter__(self):
+            self.walks += 1
+            return super().__iter__()
+
+    def walks(size):
+        starts = Counted(range(0, 64, 2))
+        found = token_partition._metadata(
+            TokenPartition.even(64, size), starts, list(range(32)), 1, None, torch.device("cpu")
+        )
+        assert not found.any_crossing
+        return starts.walks
+
+    assert walks(2) == walks(32)
 
 
 def test_metadata_of_the_published_fields_alone_reads_its_bounds():
     metadata = PackedSequenceCPMetadata(torch.zeros(1, 3), torch.tensor([0, 1, 3], dtype=torch.int32), 0, 2)
     assert metadata.bounds == (0, 1, 3)
     assert metadata.any_crossing
-    assert metadata.chunk_tables(3).cu_seqlens_rows.tolist() == [0, 3, 9]
-    assert TokenPartition((0, 2)).packed((0, 2), 0, "cpu").chunk_tables(2).chunk_indices.shape == (0, 2)

@@ -10,26 +10,13 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gdn_cp.handshake import digest
 from gdn_cp.partition import Partition
-
-
-class ChunkTables(NamedTuple):
-    """What kernels over chunks of packed sequences are told, int32 on the device.
-
-    ``cu_seqlens [N+1]`` counts tokens, ``cu_seqlens_rows`` rows of R per token; ``chunk_indices [NT, 2]`` names for
-    each chunk of tokens its fragment and its place there, ``chunk_indices_rows`` for each chunk of rows.
-    """
-
-    cu_seqlens: Tensor
-    cu_seqlens_rows: Tensor
-    chunk_indices: Tensor
-    chunk_indices_rows: Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,26 +46,11 @@ class PackedSequenceCPMetadata:
     plan: str = ""
     rank: int | None = None
     size: int | None = None
-    _tables: dict[tuple[int, int], ChunkTables] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def bounds(self) -> tuple[int, ...]:
         """``local_cu_seqlens`` as ints; waits for the device if this was not made from host integers."""
         return self.local_bounds or tuple(self.local_cu_seqlens.tolist())
-
-    def chunk_tables(self, num_householder: int, chunk_size: int = 64) -> ChunkTables:
-        """Return the tables of kernels over chunks, built on the host once per metadata and number of steps."""
-        key = (num_householder, chunk_size)
-        if key not in self._tables:
-            device, bounds = self.local_cu_seqlens.device, self.bounds
-            rows = tuple(bound * num_householder for bound in bounds)
-            of_tokens = _to_device(_chunk_indices(bounds, chunk_size), device)
-            cu_rows, of_rows = self.local_cu_seqlens, of_tokens
-            if num_householder > 1:
-                cu_rows = _to_device(torch.tensor(rows, dtype=torch.int32), device)
-                of_rows = _to_device(_chunk_indices(rows, chunk_size), device)
-            self._tables[key] = ChunkTables(self.local_cu_seqlens, cu_rows, of_tokens, of_rows)
-        return self._tables[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +148,12 @@ def _metadata(
     device: torch.device,
 ) -> PackedSequenceCPMetadata:
     """Return the metadata of a rank from the first token and the number of every sequence that is not empty."""
-    span = partition.span(rank)
-    crossing = any(0 < cut < partition.total and cut not in set(starts) for cut in partition.starts)
+    span, total, beginnings = partition.span(rank), partition.total, set(starts)
+    crossing = any(0 < cut < total and cut not in beginnings for cut in partition.starts)
     bounds, held, preceding, following = [0], [], rank, rank + 1
     if span:
         first, last = bisect.bisect_right(starts, span.start) - 1, bisect.bisect_right(starts, span.stop - 1) - 1
-        ends = (*starts[1:], partition.total)
+        ends = (*starts[1:], total)
         held = list(sequences[first : last + 1])
         bounds += [min(ends[i], span.stop) - span.start for i in range(first, last + 1)]
         preceding, following = partition.owner(starts[first]), partition.owner(ends[last] - 1) + 1
@@ -203,13 +175,6 @@ def _metadata(
         rank=rank,
         size=partition.size,
     )
-
-
-def _chunk_indices(bounds: Sequence[int], chunk_size: int) -> Tensor:
-    """Return (fragment, chunk of it) for each chunk, ``[NT, 2]`` int32."""
-    chunks = [-(-(b - a) // chunk_size) for a, b in itertools.pairwise(bounds)]
-    pairs = [(fragment, i) for fragment, count in enumerate(chunks) for i in range(count)]
-    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
