@@ -245,9 +245,19 @@ def test_layer_refuses_dtypes_and_states_of_others() -> None:
         ({"recurrent": state.recurrent.float()}, "state.recurrent must have dtype float64"),
         ({"conv": (None, *state.conv[1:])}, "state.conv of q must be a tensor"),
         ({"conv": (state.conv[0][:, :1], *state.conv[1:])}, r"state.conv of q must have shape"),
+        ({"recurrent": state.recurrent.to("meta")}, r"state.recurrent must be on the device of x \(cpu\), got meta"),
+        ({"conv": (*state.conv[:2], state.conv[2].to("meta"))}, r"state.conv of v must be on the device of x \(cpu\)"),
+        ({"conv": (*state.conv[:2], state.conv[2].long())}, "state.conv of v must have dtype float16, .*, got int64"),
+        ({"conv": state.conv[:2]}, "state.conv must hold the tails of q, k and v, got 2"),
     ]:
         with pytest.raises(ValueError, match=message):
             layer(x, state=state._replace(**change))
+    for conv, message in [
+        (list(state.conv), "state.conv must be a tuple of the tails of q, k and v, got list"),
+        ((*state.conv[:2], 0.0), "state.conv of v must be a torch.Tensor, got float"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            layer(x, state=state._replace(conv=conv))
     with pytest.raises(NotImplementedError, match="state together with cu_seqlens"):
         layer(x, state=state, cu_seqlens=(0, T))
     assert isinstance(state, DeltaProductState)

@@ -67,7 +67,7 @@ class DeltaProductState(NamedTuple):
     """What `GatedDeltaProduct` remembers of the tokens it has read.
 
     ``recurrent [B, HV, K, V]`` key-first, fp32 (fp64 for fp64 layers); ``conv``: the last inputs of the convolutions of
-    q, k and v, ``[B, taps - 1, channels]`` each, None without one.
+    q, k and v, ``[B, taps - 1, channels]`` each, None without one; any floating dtype is taken, and cast.
 
     Example:
         >>> from gdn_models import GatedDeltaProduct

@@ -17,7 +17,7 @@ from gdn_cp import CPContext, TokenPartition, halo_exchange
 from gdn_cp.delta_product import TorchGatedDeltaProductCPBackend, choose_backend, gdp_chunkwise_context_parallel
 from gdn_cp.partition import Partition
 from gdn_kernels import checks, gated_delta_product, l2_normalize
-from gdn_models.cache import DeltaProductState, check_state_request
+from gdn_models.cache import ConvTails, DeltaProductState, check_state_request
 from gdn_models.config import GatedDeltaProductConfig, config_of
 from gdn_models.gates import wide_dtype
 from gdn_models.layers import require_plain
@@ -278,11 +278,8 @@ class GatedDeltaProduct(ContextParallelModule):
         expected = self.init_state(x.shape[0], device="meta")
         checks.require_shape("state.recurrent", state.recurrent, "B, HV, K, V", tuple(expected.recurrent.shape))
         checks.require_dtype("state.recurrent", state.recurrent, (expected.recurrent.dtype,))
-        for letter, tail, wanted in zip("qkv", state.conv, expected.conv, strict=True):
-            if (tail is None) != (wanted is None):
-                raise ValueError(f"state.conv of {letter} must be {'None' if wanted is None else 'a tensor'}")
-            if tail is not None and wanted is not None:
-                checks.require_shape(f"state.conv of {letter}", tail, "B, taps - 1, channels", tuple(wanted.shape))
+        checks.require_device("state.recurrent", state.recurrent, x.device, "x")
+        _check_tails(state.conv, expected.conv, x.device)
         return shard
 
     def _convolve(
@@ -382,6 +379,22 @@ def check_cu_seqlens(cu_seqlens: Sequence[int], batch: int, tokens: int) -> None
         raise ValueError(f"cu_seqlens must start at 0, not decrease and end at T = {tokens}, got {given}")
     if batch != 1:
         raise ValueError(f"cu_seqlens need B = 1, all sequences in one row, got B = {batch}")
+
+
+def _check_tails(tails: object, expected: ConvTails, device: torch.device) -> None:
+    """Raise unless these are tails of the convolutions in use, in shapes as expected, floating, on the device of x."""
+    if not isinstance(tails, tuple):
+        raise TypeError(f"state.conv must be a tuple of the tails of q, k and v, got {type(tails).__name__}")
+    if len(tails) != len(expected):
+        raise ValueError(f"state.conv must hold the tails of q, k and v, got {len(tails)}")
+    for letter, tail, wanted in zip("qkv", tails, expected, strict=True):
+        name = f"state.conv of {letter}"
+        if (tail is None) != (wanted is None):
+            raise ValueError(f"{name} must be {'None' if wanted is None else 'a tensor'}")
+        if tail is not None and wanted is not None:
+            checks.require_shape(name, tail, "B, taps - 1, channels", tuple(wanted.shape))
+            checks.require_dtype(name, tail, checks.FLOATING)
+            checks.require_device(name, tail, device, "x")
 
 
 def _tokens_since_start(cu_seqlens: Sequence[int], shard: Shard, device: torch.device) -> Tensor:
