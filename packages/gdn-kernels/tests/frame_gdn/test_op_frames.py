@@ -171,6 +171,21 @@ def test_mask_of_the_first_frames_truncates(frames: int, direction: str) -> None
         assert direction == "reverse" or assert_close(found[name], expected[name], TOLERANCE) is None
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_fraction_of_validity_takes_that_share(direction: str) -> None:
+    """Of the write, of the forgetting, and of what is divided: their ratio keeps all of it but for eps."""
+    case = draw()
+    share = torch.linspace(0.25, 1.0, F, dtype=torch.float64).expand(case["decay"].shape[0], F)
+    v, of_tokens = share[:, None], share.repeat_interleave(S, 1)
+    scaled = {**case, "beta": case["beta"] * v[..., None], "decay": case["decay"] * v + 1 - v}
+    expected = run("raw", scaled, direction)
+    expected["numerator"] = expected["numerator"] * of_tokens[..., None, None]
+    expected["denominator"] = expected["denominator"] * of_tokens[:, None]
+    assert_all_close(run("raw", case, direction, frame_valid=share), expected, TOLERANCE)
+    ratio = expected["numerator"] / (expected["denominator"] + 0.5).mT[..., None]
+    assert_close(run("output", case, direction, frame_valid=share, eps=0.5)["output"], ratio, TOLERANCE)
+
+
 def sees(reader: int, frame: int, direction: str, starts: tuple[int, ...]) -> bool:
     """Tell by definition whether ``reader`` depends on what ``frame`` writes."""
     end = min((start for start in (*starts, F) if start > reader), default=F)

@@ -43,8 +43,9 @@ def gated_delta_product(
         k: ``[B, T*R, H, K]``, in the dtype of q; row t*R + j is step j of token t.
         v: ``[B, T*R, HV, V]``, in the dtype of q; HV is a multiple of H.
         beta: ``[B, T*R, HV]``, write strength of each step. Any floating dtype.
-        g: ``[B, T, HV]``, natural log of the decay per token, finite, <= 0. Any floating dtype, fp32 is best. None is
-            no decay, and costs less than zeros.
+        g: ``[B, T, HV]``, natural log of the decay per token, finite, <= 0 (`frame_gdn` takes the decay itself). A
+            decay of 0 is any g whose exp is 0, as -1e4. Any floating dtype, fp32 is best. None is no decay, and costs
+            less than zeros.
         num_householder: R, steps per token.
         scale: factor of the output, > 0; None is ``K ** -0.5``.
         initial_state: ``[N, HV, K, V]``, key-first, fp32 (fp64 for fp64 q); zeros if None. N is B, or the number of

@@ -62,7 +62,7 @@ def frame_gdn(
     Args:
         qkv: ``[B, N, 3, H, D]``, fp16, bf16, fp32 or fp64, any strides. N = F*S, frame-major.
         beta: ``[B, H, F, S]``, write strength per token, >= 0. Any floating dtype.
-        decay: ``[B, H, F]``, linear, in [0, 1]. Any floating dtype.
+        decay: ``[B, H, F]``, linear, in [0, 1]; `gated_delta_product` takes the logarithm. Any floating dtype.
         rope: ``cos`` and ``sin``, each ``[N, D/2]`` fp32; None rotates nothing. v is never rotated.
         q_norm_weight: ``[H*D]`` or ``[H, D]``. RMSNorm runs over all H*D channels of a token, for q and for k, if one
             of the two weights is given; the other one then is 1. With neither there is no normalisation.
@@ -71,8 +71,12 @@ def frame_gdn(
         direction: ``"forward"`` reads frames up to and including its own, ``"reverse"`` those after it,
             ``"bidirectional"`` all.
         chunk_starts: increasing frames at which the reverse scan starts anew; 0 is optional. A frame then reads all
-            frames before the end of its chunk. None is one chunk.
-        frame_valid: ``[B, F]``, bool or 0/1. An invalid frame writes nothing, forgets nothing and outputs 0.
+            frames before the end of its chunk. None is one chunk. Nothing changes in the forward scan: checked, and
+            ignored, with ``direction="forward"``.
+        frame_valid: ``[B, F]``, bool or 0/1. An invalid frame writes nothing, forgets nothing and outputs 0. It is
+            multiplied by 0, not cut out, so what it holds must be finite. Values are not read: a fraction, as 0.5,
+            takes that share of the frame's write, of its forgetting, and of numerator and denominator, whose ratio
+            it all but leaves.
         initial_state: ``kv [B, H, D, D]`` key-first and ``z [B, H, D]``, fp32 (fp64 for fp64 qkv); zeros if None. The
             state before the first frame, for the forward scan. Receives a gradient.
         output_final_state: return the forward state after the last frame.
