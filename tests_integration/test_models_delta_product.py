@@ -93,6 +93,36 @@ def test_exchanges_are_counted_and_left_out_where_nothing_crosses() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile asks inputs of a later graph for theirs
+def test_compiled_ranks_equal_eager_ones() -> None:
+    """The operation runs outside the graphs; they are compiled around it."""
+
+    def worker(rank: int) -> tuple[int, float]:
+        graphs = 0
+
+        def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+            nonlocal graphs
+            graphs += 1
+            return graph
+
+        context, partition = CPContext(dist.group.WORLD), TokenPartition((9, 7))
+        layer = apply_context_parallel(make({"num_householder": 1}), context, partition)
+        x = partition.split(stream(1)[0], rank, 1)
+        found, grads = [], []
+        for call in (layer, torch.compile(layer, backend=keep)):
+            layer.zero_grad()
+            y = call(x, cu_seqlens=CROSSING)
+            y.square().sum().backward()
+            found.append(y.detach())
+            grads.append(torch.cat([p.grad.flatten() for p in layer.parameters()]))
+        return graphs, max(float((a - b).abs().max()) for a, b in (found, grads))
+
+    for graphs, difference in run_ranks(2, worker):
+        assert graphs > 0
+        assert difference < 1e-12
+
+
+@pytest.mark.ranks
 def test_what_ranks_do_not_support_says_so() -> None:
     def worker(rank: int) -> None:
         context, partition = CPContext(dist.group.WORLD), TokenPartition((8, 8))

@@ -156,3 +156,23 @@ def test_metadata_of_the_published_fields_alone_reads_its_bounds():
     metadata = PackedSequenceCPMetadata(torch.zeros(1, 3), torch.tensor([0, 1, 3], dtype=torch.int32), 0, 2)
     assert metadata.bounds == (0, 1, 3)
     assert metadata.any_crossing
+
+
+def test_packed_runs_outside_a_compiled_graph(monkeypatch):
+    compiling, make, partition = [], token_partition._metadata, TokenPartition((3, 0, 4))
+
+    def watched(*arguments):
+        compiling.append(torch.compiler.is_compiling())
+        return make(*arguments)
+
+    def around(x, cu_seqlens):
+        x = x + 1.0
+        metadata = partition.packed(cu_seqlens, 2, "cpu")
+        return x * metadata.following_rank_stop, metadata
+
+    monkeypatch.setattr(token_partition, "_metadata", watched)
+    for cu_seqlens in ((0, 2, 7), (0, 4, 7)):
+        found, expected = (f(torch.arange(3.0), cu_seqlens) for f in (torch.compile(around, backend="eager"), around))
+        assert torch.equal(found[0], expected[0])
+        assert found[1].bounds == expected[1].bounds
+    assert compiling == [False] * 4

@@ -87,7 +87,12 @@ class TokenPartition(Partition):
         Raises:
             TypeError: ``cu_seqlens`` is not a sequence of ints (a tensor would have to be read from its device).
             ValueError: ``cu_seqlens`` does not start at 0, decreases, or does not end at T.
+
+        Compilation: runs outside the graph, which ``torch.compile`` breaks before and after it.
         """
+        if torch.compiler.is_compiling():
+            outside = torch.compiler.disable(TokenPartition.packed)  # type: ignore[no-untyped-call]
+            return outside(self, cu_seqlens, rank, device)  # type: ignore[no-any-return]
         if not isinstance(cu_seqlens, list | tuple) or not all(
             isinstance(n, int) and not isinstance(n, bool) for n in cu_seqlens
         ):

@@ -56,3 +56,21 @@ def test_refuses_other_names():
 def test_refuses_keys_that_no_backend_takes(name):
     with pytest.raises(ValueError, match="q must have K <= 256 for any backend, got K = 257; use narrower heads"):
         choose_backend(name, queries(width=257))
+
+
+@pytest.mark.parametrize("name", ["auto", "fla"])
+def test_compiled_it_imports_outside_the_graph(monkeypatch, name):
+    compiling = []
+
+    def load():
+        compiling.append(torch.compiler.is_compiling())
+        return fla_in_torch.functions()
+
+    monkeypatch.setattr(fla_functions, "load", load)
+
+    def choose(x, q):
+        return x + 1.0, choose_backend(name, q)
+
+    _, chosen = torch.compile(choose, backend="eager")(torch.zeros(1), queries())
+    assert type(chosen) is FLAGatedDeltaProductCPBackend
+    assert compiling == [False]

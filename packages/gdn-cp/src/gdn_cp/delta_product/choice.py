@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from gdn_cp.delta_product.fla import DTYPES, FLAGatedDeltaProductCPBackend
@@ -44,11 +45,12 @@ def choose_backend(name: str, q: Tensor) -> Backend:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     if q.shape[-1] > op.WIDEST_KEY:
         raise ValueError(f"q must have K <= {op.WIDEST_KEY} for any backend, got K = {q.shape[-1]}; use narrower heads")
-    if name == "fla":
-        return FLAGatedDeltaProductCPBackend()
-    if name == "auto" and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= WIDEST_KEY:
-        return _fastest()
-    return TorchGatedDeltaProductCPBackend()
+    if name == "torch" or (name == "auto" and not (q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= WIDEST_KEY)):
+        return TorchGatedDeltaProductCPBackend()
+    if torch.compiler.is_compiling():  # imports are nothing to trace, and what follows runs outside the graph anyway
+        outside: Backend = torch.compiler.disable(choose_backend)(name, q)  # type: ignore[no-untyped-call]
+        return outside
+    return FLAGatedDeltaProductCPBackend() if name == "fla" else _fastest()
 
 
 @functools.cache
