@@ -102,3 +102,30 @@ def test_a_recomputation_that_exchanges_more_is_an_error() -> None:
         with pytest.raises(RuntimeError, match="the recomputation makes an exchange that the forward did not make"):
             log.take()
     assert not log.replays
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_block_that_needs_no_gradient_before_one_that_does(keep: bool) -> None:
+    """Its operation stays without a backward, at the first step and later; a checkpoint recomputes what it ran."""
+
+    def worker(rank: int) -> list[list[str]]:
+        context, found = CPContext(dist.group.WORLD), []
+        qkv, beta, decay = (x.detach() for x in leaves_of(rank))
+        weight = torch.ones(D, dtype=torch.float64, requires_grad=True)
+
+        def mix(x: Tensor) -> Tensor:
+            output = cp_frame_gdn(x, beta, decay, context=context, partition=PARTITION).output * weight
+            return torch.stack([output] * 3, 2)
+
+        options = {"context_fn": keep_exchanges} if keep else {}
+        for _ in range(2):
+            with count_exchanges() as exchanges:
+                y = checkpoint(mix, qkv, use_reentrant=False, **options)
+                checkpoint(mix, y, use_reentrant=False, **options).sum().backward()
+            found.append([label.split()[-1] for label in exchanges.labels])
+        return found
+
+    again = [] if keep else ["forward"]
+    for found in run_ranks(2, worker):
+        assert found == [["forward", "forward", *again, "backward", *again]] * 2

@@ -33,6 +33,21 @@ def test_gather_all_to_all_and_sum():
     run_ranks(3, worker)
 
 
+@pytest.mark.parametrize(
+    ("sends", "device", "expected"),
+    [
+        (["cpu", "cuda"], "cuda:1", "cpu"),
+        (["cuda"], "cuda:1", "cuda:1"),
+        (["cuda"], "cpu", "cuda"),
+        (["cuda"], None, "cuda"),
+    ],
+)
+def test_descriptors_travel_where_the_group_sends(sends, device, expected):
+    """Under NCCL a rank whose tensors lie on the CPU, a mistake, still takes part in the comparison."""
+    given = None if device is None else torch.device(device)
+    assert collectives.descriptor_device(sends, given) == torch.device(expected)
+
+
 @pytest.mark.parametrize("schedule", ["all_gather", "chain", "doubling"])
 def test_local_work_runs_between_start_and_wait(schedule, monkeypatch):
     """What needs nothing from other ranks is launched while the first message travels: on every rank, once."""

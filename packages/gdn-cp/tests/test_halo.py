@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from gdn_cp import CPContext, FramePartition, count_exchanges, cp_halo_exchange, halo_exchange
+from gdn_cp import CPContext, FramePartition, TokenPartition, count_exchanges, cp_halo_exchange, halo_exchange
+from gdn_cp.halo import halo_plan
 
 CUTS = [(3, 1, 2), (0, 1, 5), (1, 0, 5), (5, 1, 0)]
 SIZES = [(0, 3), (3, 0), (2, 1), (4, 4)]
@@ -74,6 +75,14 @@ def test_one_rank_pads_and_sends_nothing():
         assert torch.equal(halo_exchange(x, 1, 2, 2, context, partition), torch.nn.functional.pad(x, (1, 2)))
         assert halo_exchange(x, 0, 0, 2, context, partition) is x
     assert seen.total == 0
+
+
+def test_a_plan_is_made_once():
+    plan = halo_plan(FramePartition((3, 1, 2)), 1, 2, 2)
+    assert halo_plan(FramePartition((3, 1, 2)), 1, 2, 2) is plan
+    for partition, *rest in ((FramePartition((3, 2, 1)), 1, 2, 2), (TokenPartition((3, 1, 2)), 1, 2, 2)):
+        assert halo_plan(partition, *rest) is not plan
+    assert halo_plan(FramePartition((3, 1, 2)), 0, 2, 2) is not plan
 
 
 def test_same_replaces_frames_of_another_sequence():

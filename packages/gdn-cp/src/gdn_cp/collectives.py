@@ -250,14 +250,26 @@ def all_reduce_sum(tensor: Tensor, context: CPContext) -> Tensor:
     return total
 
 
-def gather_descriptors(descriptor: bytes, context: CPContext, device: torch.device, label: str) -> list[bytes]:
+def gather_descriptors(descriptor: bytes, context: CPContext, device: torch.device | None, label: str) -> list[bytes]:
     """Gather one fixed-size descriptor of every rank; waits for it on the host. Not counted as an exchange."""
     group = _group(context)
-    own = torch.frombuffer(bytearray(descriptor), dtype=torch.uint8).to(device)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    own = torch.frombuffer(bytearray(descriptor), dtype=torch.uint8).to(descriptor_device(list(backends), device))
     with _named(context, label):
         rows = _gather(own, group).cpu()
-    _opened.add(group)
+    if len(set(backends.values())) == 1:
+        _opened.add(group)
     return [bytes(row.tolist()) for row in rows]
+
+
+def descriptor_device(sends: Sequence[str], device: torch.device | None) -> torch.device:
+    """Return where a descriptor travels in a group that ``sends`` tensors of these devices: the same on all ranks.
+
+    On the CPU if that can be, else on ``device`` if it is of such a kind: ranks with tensors elsewhere take part.
+    """
+    if "cpu" in sends:
+        return torch.device("cpu")
+    return device if device is not None and device.type in sends else torch.device(sends[0])
 
 
 def _group(context: CPContext) -> ProcessGroup:

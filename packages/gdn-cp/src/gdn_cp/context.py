@@ -22,6 +22,13 @@ _VALIDATE = ("first", "always", "never")
 class CPContext:
     """The ranks of one context-parallel group; rank order is time order. Nothing is process-global: models may differ.
 
+    With ``validate="first"``, which ranks need a gradient may change from call to call: if one did when a kind of call
+    was first compared, every rank runs the backward of all such calls, and one that needs none is cheaper under
+    ``no_grad``. Two changes go unseen, as ranks that see none do not compare, and end in a time limit, or in a process
+    that its backend ends. One: no rank needed a gradient at the first call of a kind, and later some do and others do
+    not. Two: a shape other than the number of frames, the grad mode or an option becomes another one on some ranks
+    only, after the first call. ``force_backward=True`` avoids the first, ``validate="always"`` finds both.
+
     Attributes:
         group: a process group that contains this rank; or
         mesh: a device mesh, with ``mesh_axis`` if it has several axes. Exactly one of the two; `CPContext.single` needs
@@ -34,11 +41,13 @@ class CPContext:
             `gdn_cp.cost_model.measure_link` found; decides what auto takes and into how many parts a chain is cut.
             The same on every rank.
         validate: ``"first"`` compares the ranks' arguments the first time a kind of call is seen, ``"always"`` on every
-            call, and fills what a rank must not read with NaN (waits on the host: for tests), ``"never"`` does not.
+            call, and fills what a rank must not read with NaN (waits on the host: for tests), ``"never"`` does not. The
+            same on every rank.
         save_transitions: keep the gathered transitions for the backward (P * 2 D^2 numbers per batch element and head
             and call) instead of sending them again.
-        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient. Under
-            ``torch.compile`` a rank without gradients needs it, on all ranks, if others have some: a graph cannot know.
+        force_backward: take part in backward exchanges even if nothing on any rank was seen to need a gradient; the
+            same on every rank. Under ``torch.compile`` a rank without gradients needs it, on all ranks, if others have
+            some: a graph cannot know.
         tag: a name for errors and profiles, as ``"blocks.3"``.
 
     Raises:

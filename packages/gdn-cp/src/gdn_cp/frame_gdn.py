@@ -208,11 +208,9 @@ def cp_frame_gdn_numerator(
 
 
 def _is_local(context: CPContext, partition: FramePartition | None, beta: Tensor) -> bool:
-    """Whether the context has one rank; checks the types that everything else relies on."""
+    """Whether the context has one rank, and then checks the partition, which the local operation does not know."""
     if not isinstance(context, CPContext):
         raise TypeError(f"context must be a CPContext, got {type(context).__name__}")
-    if partition is not None and not isinstance(partition, FramePartition):
-        raise TypeError(f"partition must be a FramePartition or None, got {type(partition).__name__}")
     if context.is_trivial and partition is not None:
         require_partition(context, partition, beta.shape[2])
     return context.is_trivial
@@ -220,6 +218,7 @@ def _is_local(context: CPContext, partition: FramePartition | None, beta: Tensor
 
 def require_partition(context: CPContext, partition: FramePartition, frames: int) -> None:
     """Raise RuntimeError unless the partition has the context's ranks and this rank's number of frames."""
+    _require_kind(partition)
     if partition.size != context.size:
         raise RuntimeError(f"partition must have as many ranks as the context, {context.size}, got {partition.size}")
     if partition.counts[context.rank] != frames:
@@ -227,6 +226,11 @@ def require_partition(context: CPContext, partition: FramePartition, frames: int
             f"beta must have F = {partition.counts[context.rank]} frames, this rank's part of the partition "
             f"{partition.counts} (rank {context.rank}), got {frames}"
         )
+
+
+def _require_kind(partition: object) -> None:
+    if partition is not None and not isinstance(partition, FramePartition):
+        raise TypeError(f"partition must be a FramePartition or None, got {type(partition).__name__}")
 
 
 def _run(
@@ -241,15 +245,16 @@ def _run(
     if torch.compiler.is_compiling():
         from gdn_cp.frame_op import arguments_of, call_op
 
+        _require_kind(partition)
         inputs, options, initial = check()
         arguments = arguments_of(op, context, partition, chunk_starts, output_final_state, inputs, options, initial)
         return call_op(arguments, options, output_final_state)
 
     def make() -> tuple[Terms, _Prepared]:
         inputs, options, initial = check()
-        plan = plan_over(context, inputs, options, initial, partition, chunk_starts, output_final_state)
         if partition is not None:
             require_partition(context, partition, inputs.beta.shape[2])
+        plan = plan_over(context, inputs, options, initial, partition, chunk_starts, output_final_state)
         return call_terms(inputs, initial, plan, partition, chunk_starts), (inputs, initial, plan)
 
     (inputs, initial, plan), backward = agree(op, context, _device_of(check), make)
@@ -334,7 +339,8 @@ def call_terms(
         ("S", inputs.beta.shape[3]), ("partition", partition and digest(partition.counts)),
         ("chunk_starts", digest(tuple(chunk_starts or ()))), ("precision", options.precision.value),
         ("impl", options.impl.value), ("k_scale", options.k_scale), ("norm_eps", options.norm_eps),
-        ("eps", options.eps),
+        ("eps", options.eps), ("rope", inputs.rope_cos is not None),
+        ("q_norm_weight", inputs.q_norm_weight is not None), ("k_norm_weight", inputs.k_norm_weight is not None),
     )  # fmt: skip
     floats = [x for x in (*inputs, *initial) if x is not None]
     return Terms(wire, agreed, any(x.requires_grad for x in floats), torch.is_grad_enabled())
@@ -345,7 +351,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _device_of(check: Callable[[], _Checked]) -> torch.device | None:
-    """Return the device that descriptors travel on: that of the first tensor the call was given."""
+    """Return the device of the first tensor the call was given."""
     for cell in check.__closure__ or ():
         if isinstance(cell.cell_contents, Tensor):
             return cell.cell_contents.device

@@ -90,9 +90,9 @@ class _Call:
 
     def make(self) -> tuple[Terms, RankPlan]:
         """Return what `agree` compares."""
-        plan = self.plan()
         if self.partition is not None:
             require_partition(self.context, self.partition, self.inputs.beta.shape[2])
+        plan = self.plan()
         terms = call_terms(self.inputs, self.initial, plan, self.partition, self.chunk_starts)
         joins = self.needs_grad or self.context.force_backward
         return dataclasses.replace(terms, needs_grad=self.needs_grad, grad_mode=self.grad_mode, joins=joins), plan

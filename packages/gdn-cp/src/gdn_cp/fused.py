@@ -163,7 +163,8 @@ def cp_fused_gdn_chunkwise_raw_autograd(
             chunk_starts=None, frame_valid=None, initial_state=None, output_final_state=False, norm_eps=norm_eps,
             eps=0.0, precision=precision, impl="auto", divide=False,
         )  # fmt: skip
-        terms, call = _call(inputs, options, context, leaves, reverse_rank_order, truncate_to_active, use_checkpoint)
+        terms, call = _call(inputs, options, context, leaves, reverse_rank_order, truncate_to_active, use_checkpoint,
+                            not same_tables)  # fmt: skip
         return terms, (call, active)
 
     (call, active), backward = _agree(op, context, qkv, make)
@@ -287,6 +288,7 @@ def _call(
     reverse: bool,
     truncate: int | None,
     use_checkpoint: bool | None,
+    has_query_tables: bool = False,
 ) -> tuple[Terms, FusedCall]:
     """Return what ranks compare and this rank's part of the pass; resolves ``use_checkpoint``."""
     plan = fused_plan(
@@ -296,12 +298,14 @@ def _call(
     given = [x for x in leaves if x is not None]
     if use_checkpoint is None:
         use_checkpoint = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    terms = plan.terms(given, truncate, inputs.decay.shape[2])
     agreed = (
-        ("S", inputs.beta.shape[3]), ("precision", options.precision.value), ("impl", options.impl.value),
-        ("k_scale", options.k_scale), ("norm_eps", options.norm_eps),
+        *terms.agreed, ("S", inputs.beta.shape[3]), ("precision", options.precision.value),
+        ("impl", options.impl.value), ("k_scale", options.k_scale), ("norm_eps", options.norm_eps),
+        ("norm weights", inputs.q_norm_weight is not None or inputs.k_norm_weight is not None),
+        ("tables of the query", has_query_tables),
     )  # fmt: skip
-    terms = dataclasses.replace(plan.terms(given, truncate, inputs.decay.shape[2]), agreed=agreed)
-    return terms, FusedCall(plan, inputs, options, bool(use_checkpoint))
+    return dataclasses.replace(terms, agreed=agreed), FusedCall(plan, inputs, options, bool(use_checkpoint))
 
 
 def _agree(op: str, context: CPContext, operand: object, make: Callable[[], tuple[Terms, _T]]) -> tuple[_T, bool]:

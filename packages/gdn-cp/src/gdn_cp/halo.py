@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from gdn_kernels import checks
 
 
 class HaloPlan:
-    """Which frames one rank sends to and receives from every other: a function of the partition alone.
+    """Which frames one rank sends to and receives from every other: a function of the partition alone. Not written to.
 
     Attributes:
         counts, left, right: as given; ``rank`` of this process.
@@ -63,6 +66,12 @@ class HaloPlan:
         return own
 
 
+@functools.lru_cache(maxsize=256)
+def halo_plan(partition: Partition, rank: int, left: int, right: int) -> HaloPlan:
+    """Return the plan of a rank; making one takes as many steps as the cube of the number of ranks."""
+    return HaloPlan(partition, rank, left, right)
+
+
 def halo_exchange(
     x: Tensor,
     left: int,
@@ -78,7 +87,7 @@ def halo_exchange(
 
     Args:
         x: this rank's frames along ``dim``, any strides.
-        left: frames to add before, >= 0; with both sides 0, x itself comes back and nothing is sent.
+        left: frames to add before, >= 0; with both sides 0, x itself comes back and no frame is sent.
         right: frames to add after, >= 0.
         dim: the dim of frames.
         context: the ranks.
@@ -86,13 +95,14 @@ def halo_exchange(
             short or empty ranks.
         fill: value of frames outside the clip.
         same: ``[left + F + right]`` bool or None, this rank's: halo frames where it is False, as those of another
-            sequence, become ``fill``.
+            sequence, become ``fill``. Not looked at on a rank without frames.
 
     Returns:
         Tensor: ``left + F + right`` frames along ``dim``; a rank without frames gets its empty x.
 
     Raises:
-        ValueError: A negative size or a dim that x does not have.
+        ValueError: A negative size, a dim that x does not have, or ``same`` does not fit; on every rank if on one.
+        TypeError: An argument is of the wrong type.
         RuntimeError: The partition does not match context or x; the ranks disagree; an exchange did not complete.
 
     Communication: one all-to-all per pass, of the halo frames alone; backward the same way back.
@@ -106,26 +116,7 @@ def halo_exchange(
     """
     if not isinstance(context, CPContext):
         raise TypeError(f"context must be a CPContext, got {type(context).__name__}")
-
-    if context.is_trivial or left == right == 0:
-        _check(x, left, right, dim, context, partition)
-        if left == right == 0:
-            return x
-        axis = dim % x.ndim
-        plan = HaloPlan(partition, context.rank, left, right)
-        extended = plan.extend(x.movedim(axis, 0), [x.movedim(axis, 0)[:0]], fill)
-    elif torch.compiler.is_compiling():
-        checks.require_tensor("x", x)
-        from gdn_cp.halo_op import call_op
-
-        axis = dim % x.ndim
-        extended = call_op(x.movedim(axis, 0), context, partition, left, right, fill)
-    else:
-        (plan, axis), backward = agree_on_halo(x, left, right, dim, context, partition)
-        tie = torch.empty(0, device=x.device, requires_grad=backward)
-        extended = _Halo.apply(x.movedim(axis, 0), plan, context, fill, tie)  # type: ignore[no-untyped-call]
-    extended = extended.movedim(0, axis)
-    return extended if same is None or not x.shape[axis] else _keep_same(extended, same, axis, fill)
+    return _exchange(x, left, right, dim, context, lambda: partition, fill, same)
 
 
 def cp_halo_exchange(
@@ -157,14 +148,50 @@ def cp_halo_exchange(
         >>> cp_halo_exchange(torch.ones(1, 2, 3), 1, 0, 1, CPContext.single())[0, :, 0]
         tensor([0., 1., 1.])
     """
+
+    def partition() -> FramePartition:
+        in_range = isinstance(x, Tensor) and -x.ndim <= dim < x.ndim
+        return FramePartition(((x.shape[dim] if in_range else 1),) * context.size)
+
     context = as_context(group)
-    in_range = isinstance(x, Tensor) and -x.ndim <= dim < x.ndim
-    partition = FramePartition(((x.shape[dim] if in_range else 1),) * context.size)
-    return halo_exchange(x, left_size, right_size, dim, context, partition)
+    return _exchange(x, left_size, right_size, dim, context, partition, 0.0, None)
 
 
-def _keep_same(extended: Tensor, same: Tensor, axis: int, fill: float) -> Tensor:
-    checks.require_shape("same", same, "left + F + right", (extended.shape[axis],))
+def _exchange(
+    x: Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    context: CPContext,
+    partition: Callable[[], Partition],
+    fill: float,
+    same: Tensor | None,
+) -> Tensor:
+    """Run `halo_exchange`; what ``partition`` raises is raised on all ranks."""
+    if context.is_trivial:
+        axis = _check(x, left, right, dim, context, partition(), same)
+        if left == right == 0:
+            return x
+        plan = halo_plan(partition(), context.rank, left, right)
+        extended = plan.extend(x.movedim(axis, 0), [x.movedim(axis, 0)[:0]], fill)
+    elif torch.compiler.is_compiling():
+        axis = _axis(x, dim)
+        if left == right == 0:
+            return x
+        from gdn_cp.halo_op import call_op
+
+        extended = call_op(x.movedim(axis, 0), context, partition(), left, right, fill)
+        if same is not None and x.shape[axis]:
+            _check_same(same, x, left + x.shape[axis] + right)
+    else:
+        (plan, axis), backward = agree_on_halo(x, left, right, dim, context, partition, fill, same)
+        if left == right == 0:
+            return x
+        tie = torch.empty(0, device=x.device, requires_grad=backward)
+        extended = _Halo.apply(x.movedim(axis, 0), plan, context, fill, tie)  # type: ignore[no-untyped-call]
+    extended = extended.movedim(0, axis)
+    if same is None or not x.shape[axis]:
+        return extended
     shape = [1] * extended.ndim
     shape[axis] = -1
     return torch.where(same.reshape(shape), extended, extended.new_tensor(fill))
@@ -176,7 +203,9 @@ def agree_on_halo(
     right: int,
     dim: int,
     context: CPContext,
-    partition: Partition,
+    partition: Callable[[], Partition],
+    fill: float,
+    same: Tensor | None = None,
     traced: tuple[bool, bool] | None = None,
 ) -> tuple[tuple[HaloPlan, int], bool]:
     """Check the arguments and agree with the other ranks; returns plan and axis, and whether a backward will run.
@@ -185,31 +214,49 @@ def agree_on_halo(
     """
 
     def make() -> tuple[Terms, tuple[HaloPlan, int]]:
-        axis = _check(x, left, right, dim, context, partition)
+        found = partition()
+        axis = _check(x, left, right, dim, context, found, same)
         rest = tuple(n for i, n in enumerate(x.shape) if i != axis)
         wire = (("shape apart from frames", rest), ("dtype", str(x.dtype)), ("left", left), ("right", right))
+        agreed = (("partition", digest(found.counts)), ("fill", float(fill)))
         needs_grad, grad_mode = (x.requires_grad, torch.is_grad_enabled()) if traced is None else traced
         joins = traced is None or needs_grad or context.force_backward
-        terms = Terms(wire, (("partition", digest(partition.counts)),), needs_grad, grad_mode, joins=joins)
-        return terms, (HaloPlan(partition, context.rank, left, right), axis)
+        terms = Terms(wire, agreed, needs_grad and (left, right) != (0, 0), grad_mode, joins=joins)
+        return terms, (halo_plan(found, context.rank, left, right), axis)
 
     return agree("halo_exchange", context, x.device if isinstance(x, Tensor) else None, make)
 
 
-def _check(x: Tensor, left: int, right: int, dim: int, context: CPContext, partition: Partition) -> int:
+def _check(
+    x: Tensor, left: int, right: int, dim: int, context: CPContext, partition: Partition, same: Tensor | None
+) -> int:
     """Return the dim of frames, >= 0, or raise."""
     checks.require_tensor("x", x)
     if not isinstance(partition, Partition):
         raise TypeError(f"partition must be a FramePartition or TokenPartition, got {type(partition).__name__}")
-    if left < 0 or right < 0:
+    if operator.index(left) < 0 or operator.index(right) < 0:
         raise ValueError(f"left and right must be >= 0, got {left} and {right}")
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim must be a dim of x, which has {x.ndim}, got {dim}")
-    if partition.size != context.size or partition.counts[context.rank] != x.shape[dim]:
+    axis = _axis(x, dim)
+    if partition.size != context.size or partition.counts[context.rank] != x.shape[axis]:
         raise RuntimeError(
-            f"halo_exchange needs a partition of {context.size} ranks with {x.shape[dim]} {partition.unit}s on "
+            f"halo_exchange needs a partition of {context.size} ranks with {x.shape[axis]} {partition.unit}s on "
             f"rank {context.rank}, got {partition.counts}"
         )
+    if same is not None and x.shape[axis]:
+        _check_same(same, x, left + x.shape[axis] + right)
+    return axis
+
+
+def _check_same(same: Tensor, x: Tensor, frames: int) -> None:
+    checks.require_shape("same", same, "left + F + right", (frames,))
+    checks.require_dtype("same", same, (torch.bool,))
+    checks.require_device("same", same, x.device, "x")
+
+
+def _axis(x: Tensor, dim: int) -> int:
+    checks.require_tensor("x", x)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dim of x, which has {x.ndim}, got {dim}")
     return dim % x.ndim
 
 

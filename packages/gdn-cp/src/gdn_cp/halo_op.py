@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gdn_cp.context import CPContext
-from gdn_cp.halo import HaloPlan, agree_on_halo, run_backward, run_forward
+from gdn_cp.halo import agree_on_halo, halo_plan, run_backward, run_forward
 from gdn_cp.handles import context_of
 from gdn_cp.partition import FramePartition, Partition
 
@@ -31,8 +31,9 @@ def _forward_op(
     needs_grad: bool, grad_mode: bool,
 ) -> Tensor:  # fmt: skip
     ranks = context_of(context, hold=True)
-    partition = FramePartition(tuple(counts))
-    (plan, _), _ = agree_on_halo(x, left, right, 0, ranks, partition, (needs_grad, grad_mode))
+    (plan, _), _ = agree_on_halo(
+        x, left, right, 0, ranks, lambda: FramePartition(tuple(counts)), fill, traced=(needs_grad, grad_mode)
+    )
     return run_forward(x, plan, ranks, fill).contiguous()
 
 
@@ -48,7 +49,7 @@ def _backward_op(
     gradient: Tensor, context: str, counts: Sequence[int], left: int, right: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = context_of(context)
-    plan = HaloPlan(FramePartition(tuple(counts)), ranks.rank, left, right)
+    plan = halo_plan(FramePartition(tuple(counts)), ranks.rank, left, right)
     dtie = gradient.new_empty(0, dtype=torch.float32)
     return run_backward(gradient, plan, ranks).contiguous(), dtie
 

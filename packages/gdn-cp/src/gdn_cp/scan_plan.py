@@ -123,8 +123,9 @@ class ScanPlan:
             ("save_transitions", self.save_transitions), ("truncate_to_active", truncate),
             ("T_local", frames if self.has_final else None),
         )  # fmt: skip
+        agreed = (("operand dtype", str(tensors[0].dtype).removeprefix("torch.")),)
         needs_grad = any(x.requires_grad for x in tensors)
-        return Terms(wire, (), needs_grad, torch.is_grad_enabled(), value_names=("T_local",))
+        return Terms(wire, agreed, needs_grad, torch.is_grad_enabled(), value_names=("T_local",))
 
     def _fold(
         self, transition: Tensor, increment: Tensor, start: Tensor | None, ranks: range, *, transposed: bool = False
