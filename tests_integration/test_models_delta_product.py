@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from gdn_cp import CPContext, TokenPartition, count_exchanges
+from gdn_cp import CPContext, FramePartition, TokenPartition, count_exchanges
 from gdn_models import GatedDeltaProduct, all_reduce_gradients, apply_context_parallel
 
 C = 10
@@ -136,3 +136,40 @@ def test_what_ranks_do_not_support_says_so() -> None:
             layer(x, cu_seqlens=(0, 8))
 
     run_ranks(2, worker)
+
+
+MISTAKES = {  # of one rank: what it passes otherwise, and what all ranks raise
+    "x": ({"x": torch.zeros(1, 8, C + 1).double()}, "ValueError", "x must have shape [B, T, C = dim] = [1, 8, 10]"),
+    "dtype": ({"x": torch.zeros(1, 8, C)}, "ValueError", "x must have dtype float64, got float32"),
+    "type": ({"x": "tokens"}, "TypeError", "x must be a torch.Tensor, got str"),
+    "tokens": ({"x": torch.zeros(1, 7, C).double()}, "ValueError", "x must have T = 8 tokens"),
+    "cu_seqlens": ({"cu_seqlens": (0, 8)}, "ValueError", "end at T = 16, got (0, 8)"),
+    "partition": ({"partition": FramePartition((8, 8))}, "TypeError", "partition must be a TokenPartition or None"),
+    "backend": ({"backend": "unknown"}, "ValueError", "backend must be one of 'auto', 'torch', 'fla', got 'unknown'"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("conv_size", [0, 4])
+def test_a_mistake_of_one_rank_is_an_error_on_all(conv_size: int) -> None:
+    """FC-D05: within seconds, of the same class, and named; nobody is left waiting, with a halo exchange or without."""
+
+    def worker(rank: int) -> dict[str, tuple[str, str]]:
+        partition, found = TokenPartition((8, 8)), {}
+        for name, (changes, _, _) in MISTAKES.items():
+            layer = make({"conv_size": conv_size})
+            apply_context_parallel(layer, CPContext(dist.new_group([0, 1])), partition)
+            given = {"x": torch.zeros(1, 8, C).double(), **(changes if rank == 1 else {})}
+            backend = given.pop("backend", None)
+            if backend is not None:
+                object.__setattr__(layer.config, "backend", backend)
+            with pytest.raises((ValueError, TypeError)) as caught:
+                layer(**given)
+            found[name] = type(caught.value).__name__, str(caught.value)
+        return found
+
+    for rank, found in enumerate(run_ranks(2, worker, timeout=5.0)):
+        for name, (_, kind, text) in MISTAKES.items():
+            assert found[name][0] == kind, name
+            assert text in found[name][1], name
+            assert ("rank 1: " in found[name][1]) == (rank == 0), name

@@ -243,7 +243,7 @@ class FrameGDNBlock(ContextParallelModule):
             return self._checked(*call)
         try:
             return self._checked(*call)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except Exception as error:
             first = "halo_exchange" if self.config.conv_size > 1 else "cp_frame_gdn"
             raise_on_all_ranks(error, first, context, self.proj.weight.device)
 

@@ -6,8 +6,8 @@ Letters: B batch, T tokens, C channels of the layer, H heads of q and k, HV of v
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from gdn_models.cache import ConvTails, DeltaProductState, check_state_request
 from gdn_models.config import GatedDeltaProductConfig, config_of
 from gdn_models.gates import wide_dtype
 from gdn_models.layers import require_plain
-from gdn_models.parallel import ContextParallelModule, Shard
+from gdn_models.parallel import ContextParallelModule, Shard, raise_on_all_ranks
 
 PROJECTION_GAIN = 2**-2.5
 LEAST_STEP, MOST_STEP, STEP_FLOOR = 1e-3, 0.1, 1e-4
+_OP = "gdp_chunkwise_context_parallel"
+_T = TypeVar("_T")
 
 
 class GatedDeltaProduct(ContextParallelModule):
@@ -186,6 +188,7 @@ class GatedDeltaProduct(ContextParallelModule):
                 ``backend="fla"`` and x is not of 16 bits on a CUDA device.
             ImportError: ``backend="fla"``, and FLA or a function of it is missing.
             RuntimeError: Context and partition do not go together, ranks disagree, or an exchange did not complete.
+                An error of one rank's arguments is raised on all ranks the first time they meet in a group.
 
         Communication: with a context of several ranks one halo exchange (if ``conv_size > 1``) and one exchange of
             summaries, unless no sequence crosses ranks; the same again in backward. Every rank must call this: yes.
@@ -213,7 +216,7 @@ class GatedDeltaProduct(ContextParallelModule):
         """Run the operation; also the state after the last token, if there was one before the first."""
         steps, keep = self.config.num_householder, state is not None
         initial = None if state is None else state.recurrent
-        backend: Any = choose_backend(self.config.backend, q)
+        backend: Any = self._on_all_ranks(_OP, lambda: choose_backend(self.config.backend, q))
         if shard.context is None and isinstance(backend, TorchGatedDeltaProductCPBackend):
             return gated_delta_product(
                 q, k, v, beta, g, num_householder=steps, initial_state=initial, output_final_state=keep,
@@ -251,7 +254,21 @@ class GatedDeltaProduct(ContextParallelModule):
         super()._apply(keep_wide, recurse=False)  # type: ignore[no-untyped-call]
         return self
 
-    def _check(
+    def _check(self, *call: Any) -> Shard:
+        """Check every argument, before anything is computed or sent. An error of one rank is an error on all."""
+        first = "halo_exchange" if self.config.conv_size > 1 else _OP
+        return self._on_all_ranks(first, lambda: self._checked(*call))
+
+    def _on_all_ranks(self, op: str, step: Callable[[], _T]) -> _T:
+        """Return what ``step`` does; what it raises is raised on all ranks, which are about to call ``op``."""
+        try:
+            return step()
+        except Exception as error:
+            if self.context is None or self.context.is_trivial:
+                raise
+            raise_on_all_ranks(error, op, self.context, self.o_proj.weight.device)
+
+    def _checked(
         self,
         x: Tensor,
         cu_seqlens: Sequence[int] | None,

@@ -134,7 +134,7 @@ def agree_on_call(
         agreed: (name, value) pairs that must be equal on all ranks.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: ``check`` raised it, on this rank or on another, named.
+        Exception: ``check`` raised it: of its class on this rank, and of its class or a RuntimeError on the others.
         RuntimeError: The ranks disagree.
 
     Communication: one gather of 512 bytes per rank the first time ``agreed`` has these values in the group, or as
