@@ -236,6 +236,25 @@ def test_a_camera_on_one_rank_only_is_an_error_on_all(cls: type[nn.Module], conv
         assert seconds < 5
 
 
+def test_frames_cut_into_other_rows_or_other_frequencies_are_an_error_on_all() -> None:
+    """As many tokens per frame, but others next to each other: no operation would notice."""
+
+    def worker(rank: int) -> list[str]:
+        found, changes = [], ({"grid": (2, 1, 2)}, {"rope_theta": 1e3})
+        for change in changes:
+            given = {"grid": (2, 2, 1), "rope_theta": 1e4, **(change if rank == 1 else {})}
+            block = CameraFrameGDN(dim=16, heads=2, rope_theta=given["rope_theta"])
+            apply_context_parallel(block, CPContext(dist.new_group([0, 1])), FramePartition((2, 2)))
+            with pytest.raises(RuntimeError) as caught:
+                block(torch.zeros(1, 4, 16), given["grid"], torch.ones(1, 2, 20))
+            found.append(str(caught.value))
+        return found
+
+    for rows, theta in run_ranks(2, worker):
+        assert "ranks disagree on (h, w) of grid: rank 0 has (2, 1), rank 1 has (1, 2)" in rows
+        assert "ranks disagree on rope_theta: rank 0 has 10000.0, rank 1 has 1000.0" in theta
+
+
 def test_a_camera_that_one_rank_drops_later_is_an_error_where_every_call_is_compared() -> None:
     def worker(rank: int) -> str:
         block = CameraFrameGDN(dim=16, heads=2, conv_size=0)

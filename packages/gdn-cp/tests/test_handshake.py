@@ -251,6 +251,19 @@ def test_an_option_of_the_context_that_differs_is_named_on_all(op, name, option,
         assert message == f"{op} (tag blocks.3): ranks disagree on {name}: {where}"
 
 
+@pytest.mark.parametrize("op", ["frames", "product"])
+def test_a_schedule_that_differs_after_the_first_call_is_named_on_all(op):
+    """What is sent depends on it, so another one is another kind of call."""
+
+    def worker(rank: int) -> None:
+        context = CPContext(dist.group.WORLD, schedule="all_gather")
+        OPS[op](rank, context, True)
+        OPS[op](rank, context.replace(schedule="chain" if rank == 1 else "doubling"), True)
+
+    for _, message in errors_of(worker):
+        assert "ranks disagree on schedule: rank 0 has doubling, rank 1 has chain" in message
+
+
 def test_ranks_in_different_operations_are_told_so():
     """They would send buffers of different sizes; terms of two operations have neither number nor names in common."""
 
@@ -275,7 +288,7 @@ def frames_of(rank: int, context: CPContext, needs: bool) -> tuple[Tensor, Tenso
 
 
 def call_arguments(rank: int) -> dict[str, Any]:
-    clip = Clip(initial=False)
+    clip = Clip(initial=False, final=False)
     return shard_arguments(clip, PARTITION, rank, shard_leaves(clip, PARTITION, rank))
 
 

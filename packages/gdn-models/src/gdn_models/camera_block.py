@@ -274,8 +274,10 @@ class CameraGDNBlock(FrameGDNBlock):
         if context is None or context.is_trivial or torch.compiler.is_compiling():
             return super()._clip(*call)
         given = "none" if call[6] is None else "one"
-        device = self.proj.weight.device
-        return agree_on_call(type(self).__name__, context, device, lambda: self._checked(*call), (("camera", given),))
+        rows = tuple(call[1][1:]) if isinstance(call[1], list | tuple) else call[1]
+        further = (("(h, w) of grid", str(rows)), ("rope_theta", str(self.config.rope_theta)))
+        device, check = self.proj.weight.device, lambda: self._checked(*call)
+        return agree_on_call(type(self).__name__, context, device, check, (("camera", given),), further)
 
     def _checked(
         self,

@@ -120,7 +120,12 @@ def raise_on_all_ranks(error: Exception, op: str, context: CPContext, device: to
 
 
 def agree_on_call(
-    op: str, context: CPContext, device: torch.device, check: Callable[[], _T], agreed: tuple[tuple[str, str], ...]
+    op: str,
+    context: CPContext,
+    device: torch.device,
+    check: Callable[[], _T],
+    agreed: tuple[tuple[str, str], ...],
+    further: tuple[tuple[str, str], ...] = (),
 ) -> _T:
     """Check this rank's arguments and compare what decides which operations follow; an error is one on every rank.
 
@@ -132,6 +137,7 @@ def agree_on_call(
         device: where the comparison travels.
         check: checks this rank's arguments and returns what the caller goes on with.
         agreed: (name, value) pairs that must be equal on all ranks.
+        further: more such pairs, which new values of do not make ranks compare again.
 
     Raises:
         Exception: ``check`` raised it: of its class on this rank, and of its class or a RuntimeError on the others.
@@ -140,7 +146,7 @@ def agree_on_call(
     Communication: one gather of 512 bytes per rank the first time ``agreed`` has these values in the group, or as
         ``validate`` of the context says. The host waits for it, so no graph of ``torch.compile`` can hold it.
     """
-    value, _ = agree(op, context, device, lambda: (Terms(agreed, (), False, torch.is_grad_enabled()), check()))
+    value, _ = agree(op, context, device, lambda: (Terms(agreed, further, False, torch.is_grad_enabled()), check()))
     return value
 
 

@@ -247,12 +247,12 @@ def gdp_chunkwise_context_parallel(
         wire = (
             ("B", q.shape[0]), ("HV", v.shape[2]), ("K", q.shape[3]), ("V", v.shape[3]),
             ("dtype", str(q.dtype).removeprefix("torch.")), ("packed", local_cu is not None),
-            ("initial state", None if initial_state is None else len(initial_state)),
+            ("initial state", None if initial_state is None else len(initial_state)), ("any_crossing", exchange),
+            ("schedule", context.schedule), ("link", digest(as_link(context.link))),
         )  # fmt: skip
         agreed = (
             ("H", q.shape[2]), ("R", num_householder), ("scale", scale), ("gate", g is not None),
-            ("backend", type(backend).__name__), ("any_crossing", exchange), ("schedule", context.schedule),
-            ("link", digest(as_link(context.link))),
+            ("backend", type(backend).__name__),
             ("packed sequences", None if metadata is None else metadata.plan),
         )  # fmt: skip
         needs = any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state))
