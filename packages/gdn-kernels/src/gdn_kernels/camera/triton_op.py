@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.rope import RotaryTables
 from gdn_kernels.types import CameraOperands, RayTransforms
 
@@ -38,7 +39,7 @@ def camera_operands_triton(
 def camera_output_triton(
     x: Tensor, rays: RayTransforms, rope: RotaryTables | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Transform what the scan read on Triton; arguments and result of the reference, differentiable once."""
+    """Transform what the scan read on Triton; arguments and result of the reference. Linear in x, its backward too."""
     cos, sin = (None, None) if rope is None else rope
     found: Tensor = torch.ops.gdn_kernels.camera_output(x, rays.world_to_ray, cos, sin, dtype, False)
     return found
@@ -120,11 +121,11 @@ def _operands_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.save_for_backward(q, k, *tensors, *output[4:])
 
 
+@once_differentiable("camera_operands")
 def _operands_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    found: Sequence[Tensor] = torch.ops.gdn_kernels.camera_operands_bwd(
-        *ctx.saved_tensors, *gradients[:4], *ctx.scalars
-    )
-    weights = [None if w is None else g for w, g in zip(ctx.saved_tensors[2:4], found[3:], strict=True)]
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+    found: Sequence[Tensor] = torch.ops.gdn_kernels.camera_operands_bwd(*saved, *gradients[:4], *ctx.scalars)
+    weights = [None if w is None else g for w, g in zip(saved[2:4], found[3:], strict=True)]
     return (*found[:3], *weights, *(None for _ in range(7)))
 
 

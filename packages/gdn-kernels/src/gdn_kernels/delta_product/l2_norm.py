@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_kernels import checks
+from gdn_kernels.once import once_differentiable
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -55,7 +55,7 @@ class _EagerCall(torch.autograd.Function):
         return _normalize(x, eps)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("l2_normalize")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         wide, dy = _widen(x), _widen(dy)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.reference.delta_product_chunks import chunk_backward, chunk_forward, chunk_states
 from gdn_kernels.reference.delta_product_grid import chunk_grid
 from gdn_kernels.reference.delta_product_operands import (
@@ -96,7 +96,7 @@ class _EagerCall(torch.autograd.Function):
         return _forward(DeltaProductInputs(*tensors), options)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("gated_delta_product")
     def backward(ctx: Any, doutput: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = DeltaProductInputs(*ctx.saved_tensors)
         found = _backward(inputs, ctx.options, doutput, dfinal_state)
@@ -147,6 +147,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*inputs[: len(DeltaProductInputs._fields)])
 
 
+@once_differentiable("gated_delta_product")
 def _op_backward(ctx: Any, doutput: Tensor | None, dfinal_state: Tensor | None) -> tuple[Any, ...]:
     inputs = ctx.saved_tensors
     found = torch.ops.gdn_kernels.delta_product_torch_bwd(*inputs, doutput, dfinal_state, *ctx.options)

@@ -98,7 +98,7 @@ def frame_gdn(
     Cost: 8 S D^2 flops of products per frame and head and 2 D^3 more for each direction, twice that backward; F
         dependent steps. No host synchronisation. Triton saves, besides its inputs and the output, states and operators
         of every frame (``4 D^2`` numbers per frame and head) and three numbers per token and head; its backward
-        allocates dqkv and nothing else of that size. It is once-differentiable.
+        allocates dqkv and nothing else of that size; a second backward through it raises NotImplementedError.
     Determinism: Triton repeats bit by bit; torch as the products it calls.
     Source: the frame-wise rule of SANA-WM, which takes the gated delta rule (Yang, Kautz and Hatamizadeh, Gated Delta
         Networks, 2024) from tokens to frames.

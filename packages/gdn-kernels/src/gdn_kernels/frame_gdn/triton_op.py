@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.types import Direction, FrameBoundary, FrameInputs, FrameOptions, Impl, Precision
 
 _INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
@@ -102,7 +102,7 @@ class _EagerCall(torch.autograd.Function):
         return tuple(outputs[:_RESULTS])
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("frame_gdn")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         inputs = FrameInputs._make(tensors[:_INPUTS])
@@ -211,6 +211,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*inputs[:_INPUTS], output[0], output[1], *output[_RESULTS:])
 
 
+@once_differentiable("frame_gdn")
 def _op_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
     inputs, results, saved = tensors[:_INPUTS], tensors[_INPUTS : _INPUTS + 2], tensors[_INPUTS + 2 :]
