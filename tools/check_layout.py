@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gdn-kernels", "gdn-cp", "gdn-models")
 KINDS = ("added", "changed", "deprecated", "removed", "fixed", "numerics")
 FREE_TEST_FOLDERS = {"interpret", "compile", "gpu"}  # one way of running each, over many sources
-FREE_TESTS = {"import", "public_surface", "benchmarks"}  # of a package as a whole
+FREE_TESTS = {"import", "public_surface", "benchmarks", "once"}  # of a package as a whole
 DISTRIBUTED_IMPORTER = "gdn_cp/collectives.py"
 
 

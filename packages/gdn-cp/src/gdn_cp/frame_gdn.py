@@ -262,7 +262,7 @@ def _run(
     tie = torch.empty(0, device=plan.device, requires_grad=backward)
     result: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = FramePass.apply(  # type: ignore[no-untyped-call]
         op, context, plan, tie, *inputs, initial.forward_kv, initial.forward_z
-    )
+    )[:4]
     return result
 
 

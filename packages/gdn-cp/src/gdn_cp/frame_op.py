@@ -21,6 +21,7 @@ from gdn_cp.handles import context_of
 from gdn_cp.handshake import Terms, agree
 from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.types import Direction, FrameBoundary, FrameInputs, FrameOptions, Impl, Precision
 
 _INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
@@ -222,6 +223,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*inputs[: _TENSORS - 1], *output[:2], *output[_RESULTS:])
 
 
+@once_differentiable("cp_frame_gdn")
 def _op_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     tensors, kept = saved[: _TENSORS - 1], saved[_TENSORS - 1 :]

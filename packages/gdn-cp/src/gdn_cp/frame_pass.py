@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp import passes, schedules
 from gdn_cp.context import CPContext
 from gdn_cp.passes import RankPlan
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.types import FrameBoundary, FrameInputs
 
 _INPUTS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
@@ -64,20 +64,24 @@ class FramePass(torch.autograd.Function):
     def forward(
         ctx: Any, op: str, context: CPContext, plan: RankPlan, tie: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Run the forward; ``tie`` requires a gradient on ranks that take part in a backward."""
+        """Run the forward; ``tie`` requires a gradient on ranks that take part in a backward.
+
+        The last result is empty: saved, it leads from the gradients to all arguments, the initial state too.
+        """
         inputs, initial = FrameInputs._make(tensors[:_INPUTS]), (tensors[_INPUTS], tensors[_INPUTS + 1])
         results, saved = run_forward(op, context, plan, inputs, initial, tie.requires_grad)
         ctx.op, ctx.context, ctx.plan = op, context, plan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *saved)
-        return results
+        thread = tie.new_empty(0)
+        ctx.save_for_backward(*inputs, *saved, thread)
+        return (*results, thread)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("cp_frame_gdn")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Run the backward."""
         tensors = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
-        inputs, saved = FrameInputs._make(tensors[:_INPUTS]), tensors[_INPUTS:]
+        inputs, saved = FrameInputs._make(tensors[:_INPUTS]), tensors[_INPUTS:-1]
         needs = ctx.needs_input_grad[4 : 4 + _INPUTS]
-        found = run_backward(ctx.op, ctx.context, ctx.plan, inputs, saved, gradients, needs)
+        found = run_backward(ctx.op, ctx.context, ctx.plan, inputs, saved, gradients[:-1], needs)
         return (None, None, None, None, *found)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp import affine
 from gdn_cp.affine import AffineMap
@@ -20,6 +19,7 @@ from gdn_cp.context import CPContext, as_context
 from gdn_cp.handshake import Terms, agree
 from gdn_cp.scan_plan import Exchange, ScanPlan, active_frames, over_ranks
 from gdn_kernels import checks
+from gdn_kernels.once import once_differentiable
 
 _OP = "cp_frame_gdn_scan"
 
@@ -160,16 +160,17 @@ class _Scan(torch.autograd.Function):
             saved += [*given, *entry.values(), *plan.kept(gathered, buffer)]
         ctx.plans, ctx.exchange = plans, exchange
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved, tie)
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("cp_frame_gdn_scan")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ranks: list[_Arrived] = []
         buffers = []
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
         for i, plan in enumerate(ctx.plans):
-            given, rest = ctx.saved_tensors[8 * i : 8 * i + 4], ctx.saved_tensors[8 * i + 4 : 8 * i + 8]
+            given, rest = saved[8 * i : 8 * i + 4], saved[8 * i + 4 : 8 * i + 8]
             rank = _Arrived(plan, given, rest, gradients[4 * i : 4 * i + 4])
             buffers.append(plan.publish_backward(rank.gamma(), rank.dfinal, rest[3]))
             ranks.append(rank)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp.affine import AffineMap
 from gdn_cp.scan_plan import Exchange, ScanPlan
 from gdn_kernels.frame_gdn import stages
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions, FrameSummary, Impl
 
 _FIELDS = len(FrameInputs._fields)
@@ -112,11 +112,11 @@ class _FusedPass(torch.autograd.Function):
             lengths.append(len(group))
         ctx.calls, ctx.exchange, ctx.lengths = calls, exchange, lengths
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved, tie)
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("gdn_cp.fused")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         adjoints, buffers, gathered_transitions = [], [], []
         tensors = iter(ctx.saved_tensors)

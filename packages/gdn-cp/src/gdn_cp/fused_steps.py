@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp.adapters import phase_a_to_cp_scan_transitions
 from gdn_kernels import RotaryTables, checks
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.reference.frame_gdn import frame_transitions
 from gdn_kernels.rope import rotate
 
@@ -64,7 +64,7 @@ class _CpFusedGdnPrep(torch.autograd.Function):
         return _prepare(*given, k_scale=k_scale, norm_eps=norm_eps)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("_CpFusedGdnPrep")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         return _again(ctx.steps, ctx.saved_tensors, gradients, ctx.needs_input_grad)
 
@@ -108,7 +108,7 @@ class _CpFusedGdnOutput(torch.autograd.Function):
         return _read_out(qkv_normed, rope_cos, rope_sin, S_kv, S_z, grid=(F, S), dtype=dtype)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("_CpFusedGdnOutput")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         return _again(ctx.steps, ctx.saved_tensors, gradients, ctx.needs_input_grad)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp import collectives
 from gdn_cp.context import CPContext, as_context
 from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.partition import FramePartition, Partition
 from gdn_kernels import checks
+from gdn_kernels.once import once_differentiable
 
 
 class HaloPlan:
@@ -284,10 +284,11 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: HaloPlan, context: CPContext, fill: float, tie: Tensor) -> Tensor:
         ctx.plan, ctx.context = plan, context
+        ctx.save_for_backward(tie)
         return run_forward(x, plan, context, fill)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("halo_exchange")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return run_backward(gradient, ctx.plan, ctx.context), None, None, None, None
 

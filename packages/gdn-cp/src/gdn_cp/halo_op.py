@@ -12,6 +12,7 @@ from gdn_cp.context import CPContext
 from gdn_cp.halo import agree_on_halo, halo_plan, run_backward, run_forward
 from gdn_cp.handles import context_of
 from gdn_cp.partition import FramePartition, Partition
+from gdn_kernels.once import once_differentiable
 
 
 def call_op(x: Tensor, context: CPContext, partition: Partition, left: int, right: int, fill: float) -> Tensor:
@@ -66,6 +67,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.tied, ctx.plan = inputs[1] is not None, inputs[2:6]
 
 
+@once_differentiable("halo_exchange")
 def _op_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     dx, dtie = torch.ops.gdn_cp.halo_bwd(gradient, *ctx.plan)
     return (dx, dtie.cpu() if ctx.tied else None, *(None for _ in range(7)))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp import passes, schedules
 from gdn_cp.context import CPContext
@@ -23,6 +22,7 @@ from gdn_cp.partition import FramePartition
 from gdn_cp.passes import RankPlan
 from gdn_kernels import FrameGDNNumeratorResult, FrameGDNRawResult, FrameGDNResult, FrameState
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
+from gdn_kernels.once import once_differentiable
 from gdn_kernels.types import FrameBoundary, FrameInputs, FrameOptions
 
 _FIELDS, _ENTRY = len(FrameInputs._fields), len(FrameBoundary._fields)
@@ -200,7 +200,7 @@ class _Lockstep(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("simulate.frame_gdn")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         plans: list[RankPlan] = ctx.plans
         saved = ctx.saved_tensors

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_cp.chunkwise import CPSavedContext, LinearAttentionCPBackend, chunkwise_cp_backward, chunkwise_cp_forward
 from gdn_cp.context import CPContext
@@ -20,6 +19,7 @@ from gdn_cp.handshake import Terms, agree, digest
 from gdn_cp.token_partition import PackedSequenceCPMetadata
 from gdn_kernels import checks
 from gdn_kernels.delta_product.op import delta_product_arguments
+from gdn_kernels.once import once_differentiable
 
 GDPInputGradients = tuple[Tensor | None, ...]  # dq, dk, dv, dg, dbeta; with an initial state also its gradient
 
@@ -88,6 +88,12 @@ class _Appended:
 class GDPChunkwiseContextParallel(torch.autograd.Function):
     """Both passes of a backend as one node; once differentiable."""
 
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """Return the output, with the final states if they are wanted; not what only ties gradients to arguments."""
+        *results, _ = super().apply(*arguments)  # type: ignore[no-untyped-call]
+        return tuple(results) if len(results) > 1 else results[0]
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, cu_seqlens: Tensor | None,
@@ -114,7 +120,8 @@ class GDPChunkwiseContextParallel(torch.autograd.Function):
             exchange=appended.exchange, needed=inputs.forward_summary_needed,
             carries=empty or (one_piece and preceding_rank_start < rank), context=context,
         )  # fmt: skip
-        ctx.save_for_backward(*result.saved_context.tensors)
+        thread = q.new_empty(0)  # saved as an output, it leads from gradients to all arguments
+        ctx.save_for_backward(*result.saved_context.tensors, thread)
         ctx.kept, ctx.backend, ctx.cp_group = result.saved_context.metadata, backend, cp_group
         ctx.context, ctx.appended, ctx.needed = context, appended, inputs.backward_summary_needed
         ctx.following = slice(rank + 1, following_rank_stop)
@@ -122,10 +129,10 @@ class GDPChunkwiseContextParallel(torch.autograd.Function):
         ctx.sequences = None if initial_state is None else len(initial_state)
         ctx.set_materialize_grads(appended.output_final_state is False)
         ctx.output_like = (q.shape[:2] + v.shape[2:], q.dtype, q.device)
-        return result.output
+        return (*result.output, thread) if appended.output_final_state else (result.output, thread)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("gdp_chunkwise_context_parallel")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Prepare, exchange, apply: slices ``[rank + 1, stop)`` of the adjoint summaries."""
         shape, dtype, device = ctx.output_like
@@ -136,7 +143,7 @@ class GDPChunkwiseContextParallel(torch.autograd.Function):
             dfinal = gradients[1]
             output_grad = (doutput, None if dfinal is None else dfinal.contiguous())
         found = chunkwise_cp_backward(
-            ctx.backend, output_grad, CPSavedContext(ctx.saved_tensors, ctx.kept), ctx.cp_group, ctx.following,
+            ctx.backend, output_grad, CPSavedContext(ctx.saved_tensors[:-1], ctx.kept), ctx.cp_group, ctx.following,
             exchange=ctx.appended.exchange, needed=ctx.needed, carries=ctx.carries, context=ctx.context,
         )  # fmt: skip
         dinitial = None
