@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from gdn_kernels.once import once_differentiable
 
 Grid = tuple[int, int, int]
 
@@ -108,7 +109,7 @@ class _WideLinear(torch.autograd.Function):
             return functional.linear(x.to(wide), weight.to(wide), bias.to(wide))
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("gdn_models.gates")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -133,7 +134,7 @@ class _OutputGate(torch.autograd.Function):
         return (output.to(wide) * functional.silu(logits.to(wide))).to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("gate_output")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         output, logits = ctx.saved_tensors
         wide = wide_dtype(output)

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gdn_cp import CPContext, FramePartition
 from gdn_cp.collectives import all_reduce_sum
 from gdn_cp.handshake import Terms, agree
 from gdn_cp.partition import Partition
 from gdn_kernels import checks
+from gdn_kernels.once import once_differentiable
 from gdn_models.gates import wide_dtype
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -351,7 +351,7 @@ class _WeightedLoss(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("reduce_loss")
     def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         return (dvalue * weight).to(dvalue.dtype), None, None

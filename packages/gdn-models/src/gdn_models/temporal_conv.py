@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gdn_kernels import checks
+from gdn_kernels.once import once_differentiable
 from gdn_models.gates import wide_dtype
 
 
@@ -126,7 +126,7 @@ class _TemporalConv(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("temporal_conv")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight, same_chunk = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
