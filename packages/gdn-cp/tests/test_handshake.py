@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from gdn_cp import (
     CPContext,
     FramePartition,
+    collectives,
     count_exchanges,
     cp_frame_gdn,
     cp_frame_gdn_scan,
@@ -363,6 +365,24 @@ def test_the_need_of_gradients_may_change_from_call_to_call(op):
         for needs, backward in zip(*NEEDS[name], strict=True):
             has_one = {"first": backward, "always": any(needs), "forced": True}[option]
             assert next(found) == ["forward", "backward"][: 1 + has_one], (name, option, needs)
+
+
+def test_nothing_is_compared_in_a_steady_state(monkeypatch):
+    """Comparing waits on the host: once per kind of call, and once more where nobody needed a gradient at first."""
+    compared, gather = [], collectives.gather_descriptors
+    monkeypatch.setattr(collectives, "gather_descriptors", lambda *given: (compared.append(1), gather(*given))[1])
+
+    def worker(rank: int) -> list[int]:
+        found = []
+        for op, sequence in itertools.product(OPS.values(), ((NONE, NONE, ALL, ALL, NONE), (FIRST, ALL, NONE, LAST))):
+            context = CPContext(dist.new_group([0, 1, 2]))
+            for needs in sequence:
+                compared.clear()
+                passes_of(op, rank, context, needs[rank])
+                found.append(len(compared))
+        return found
+
+    assert run_ranks(3, worker, timeout=5.0) == [[1, 0, 1, 0, 0, 1, 0, 0, 0] * len(OPS)] * 3
 
 
 def test_halo_exchange_compares_its_plan():
