@@ -367,6 +367,25 @@ def test_the_need_of_gradients_may_change_from_call_to_call(op):
             assert next(found) == ["forward", "backward"][: 1 + has_one], (name, option, needs)
 
 
+def test_a_frozen_graph_after_calls_with_gradients_is_told_what_to_do():
+    """A compiled graph that needs no gradient has no backward: whether another rank's has, it cannot know."""
+
+    def worker(rank: int) -> str:
+        terms = [Terms((), (), needs, True, joins=needs) for needs in (True, False)]
+        context = CPContext(dist.group.WORLD)
+        assert agree("op", context, None, lambda: (terms[0], None))[1]
+        with pytest.raises(RuntimeError) as caught:
+            agree("op", context, None, lambda: (terms[1], None))
+        quiet = Terms((), (), False, False, joins=False)
+        assert not agree("op", context, None, lambda: (quiet, None))[1]
+        return str(caught.value)
+
+    for rank, message in enumerate(run_ranks(2, worker)):
+        assert message.startswith("op: some rank needed a gradient in the first such call, and the compiled graph of")
+        assert f"rank {rank} has no backward" in message
+        assert "run what is frozen under torch.no_grad(), or give every rank a context with force_bac" in message
+
+
 def test_nothing_is_compared_in_a_steady_state(monkeypatch):
     """Comparing waits on the host: once per kind of call, and once more where nobody needed a gradient at first."""
     compared, gather = [], collectives.gather_descriptors

@@ -27,6 +27,7 @@ _DIGEST, _TAG = 12, 24
 _RAISED = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError", "OverflowError", "AttributeError",
            "IndexError", "ImportError")  # fmt: skip
 _CONTEXT_TERMS = ("grad mode", "validate", "force_backward")
+_REMEDY = "give every rank a context with force_backward=True"
 _T = TypeVar("_T")
 
 
@@ -108,7 +109,9 @@ def agree(
     call = _named(op, context.tag)
     if terms is not None and (context.validate == "never" or (context.validate == "first" and _settles(known, needs))):
         backward = needs or known is _Backward.EVERYBODY
-        _require_joined(call, backward, {context.rank: terms.joins})
+        if backward and not terms.joins:
+            raise _absent(call, "some rank needed a gradient in the first such call", context.rank,
+                          f"run what is frozen under torch.no_grad(), or {_REMEDY}")  # fmt: skip
         return value, backward  # type: ignore[return-value]
     own = _describe(op, context, terms, needs, error)
     rows = collectives.gather_descriptors(own, context, device, f"{op} handshake")
@@ -117,7 +120,9 @@ def agree(
     assert terms is not None
     _raise_disagreements(call, ranks, terms)
     needing = [rank["grad"] for rank in ranks]
-    _require_joined(call, any(needing), {r: rank["joins"] for r, rank in enumerate(ranks)})
+    joins = [rank["joins"] for rank in ranks]
+    if any(needing) and not all(joins):
+        raise _absent(call, "some rank needs a gradient", joins.index(False), _REMEDY)
     compared.ops.add(op)
     compared.calls[key] = _after(known, needing)
     return value, any(needing)  # type: ignore[return-value]
@@ -192,10 +197,7 @@ def _raise_disagreements(call: str, ranks: list[dict[str, Any]], own: Terms) -> 
                 raise kind(f"{call}: ranks disagree on {name}: rank 0 has {ours}, rank {rank} has {theirs}")
 
 
-def _require_joined(call: str, has_backward: bool, joins: dict[int, bool]) -> None:
-    absent = [rank for rank, joined in joins.items() if not joined]
-    if has_backward and absent:
-        raise RuntimeError(
-            f"{call}: some rank needs a gradient, and the compiled graph of rank {absent[0]} has no backward to take "
-            "part in the exchange: give every rank a context with force_backward=True"
-        )
+def _absent(call: str, why: str, rank: int, remedy: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call}: {why}, and the compiled graph of rank {rank} has no backward to take part in the exchange: {remedy}"
+    )
