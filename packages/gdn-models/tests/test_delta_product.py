@@ -130,6 +130,19 @@ def test_gates_stay_wide() -> None:
     assert layer(torch.randn(1, T, C, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+# ---- compiled
+
+
+def test_compiled_layer_is_one_graph_also_for_other_sequences_and_streams() -> None:
+    layer = make(backend="torch")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, T, C, dtype=torch.float64)
+    for bounds in (None, (0, 4, T), (0, 6, T), (0, 2, 7, T)):
+        assert_close(compiled(x, cu_seqlens=bounds), layer(x, cu_seqlens=bounds), TOLERANCE, str(bounds))
+    state = layer(x, state=layer.init_state(1))[1].detach()
+    assert_close(compiled(x, state=state)[0], layer(x, state=state)[0], TOLERANCE, "stream")
+
+
 # ---- streams
 
 
@@ -187,19 +200,6 @@ def test_the_smallest_sizes_give_every_parameter_a_gradient(
     found = gradients(layer)
     assert all(gradient.isfinite().all() for gradient in found.values())
     assert x.numel() or not any(gradient.any() for gradient in found.values())
-
-
-# ---- compiled
-
-
-def test_compiled_layer_is_one_graph_also_for_other_sequences_and_streams() -> None:
-    layer = make(backend="torch")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(1, T, C, dtype=torch.float64)
-    for bounds in (None, (0, 4, T), (0, 6, T), (0, 2, 7, T)):
-        assert_close(compiled(x, cu_seqlens=bounds), layer(x, cu_seqlens=bounds), TOLERANCE, str(bounds))
-    state = layer(x, state=layer.init_state(1))[1].detach()
-    assert_close(compiled(x, state=state)[0], layer(x, state=state)[0], TOLERANCE, "stream")
 
 
 # ---- errors

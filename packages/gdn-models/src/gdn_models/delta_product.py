@@ -17,7 +17,7 @@ from gdn_cp import CPContext, TokenPartition, halo_exchange
 from gdn_cp.delta_product import TorchGatedDeltaProductCPBackend, choose_backend, gdp_chunkwise_context_parallel
 from gdn_cp.partition import Partition
 from gdn_kernels import checks, gated_delta_product, l2_normalize
-from gdn_models.cache import ConvTails, DeltaProductState, check_state_request
+from gdn_models.cache import DeltaProductState, check_state_request
 from gdn_models.config import GatedDeltaProductConfig, config_of
 from gdn_models.gates import wide_dtype
 from gdn_models.layers import require_plain
@@ -296,7 +296,7 @@ class GatedDeltaProduct(ContextParallelModule):
         checks.require_shape("state.recurrent", state.recurrent, "B, HV, K, V", tuple(expected.recurrent.shape))
         checks.require_dtype("state.recurrent", state.recurrent, (expected.recurrent.dtype,))
         checks.require_device("state.recurrent", state.recurrent, x.device, "x")
-        _check_tails(state.conv, expected.conv, x.device)
+        _check_tails(state.conv, expected, x.device)
         return shard
 
     def _convolve(
@@ -398,13 +398,13 @@ def check_cu_seqlens(cu_seqlens: Sequence[int], batch: int, tokens: int) -> None
         raise ValueError(f"cu_seqlens need B = 1, all sequences in one row, got B = {batch}")
 
 
-def _check_tails(tails: object, expected: ConvTails, device: torch.device) -> None:
-    """Raise unless these are tails of the convolutions in use, in shapes as expected, floating, on the device of x."""
+def _check_tails(tails: object, expected: DeltaProductState, device: torch.device) -> None:
+    """Raise unless these are tails of the convolutions in use, shaped as expected, floating, on the device of x."""
     if not isinstance(tails, tuple):
         raise TypeError(f"state.conv must be a tuple of the tails of q, k and v, got {type(tails).__name__}")
-    if len(tails) != len(expected):
+    if len(tails) != len(expected.conv):
         raise ValueError(f"state.conv must hold the tails of q, k and v, got {len(tails)}")
-    for letter, tail, wanted in zip("qkv", tails, expected, strict=True):
+    for letter, tail, wanted in zip("qkv", tails, expected.conv, strict=True):
         name = f"state.conv of {letter}"
         if (tail is None) != (wanted is None):
             raise ValueError(f"{name} must be {'None' if wanted is None else 'a tensor'}")
