@@ -17,7 +17,7 @@ def test_one_process_prints_the_assumed_links(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("(B=1, H=20, D=112, both directions)")
     assert lines[1:4] == [
-        "nvlink: 15.0 us per message, 300.00 GB/s",
+        "nvlink: 15.0 us per message, 300.00 GB/s; us per map: fold 4.0, compose 8.0, advance 4.0",
         "  P =   2   32 / 22 / 33 -> chain",
         "  P =   8   137 / 149 / 99 -> all_gather",
     ]
@@ -42,7 +42,7 @@ def test_ranks_print_the_measured_link_once(monkeypatch):
             "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         with redirect_stdout(StringIO()) as out:
-            main(["--sizes", "2"])
+            main(["--sizes", "2", "--width", "8", "--heads", "2"])
         assert not dist.is_initialized()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the launcher's to leave
         return out.getvalue()

@@ -1,5 +1,6 @@
 """The model's table, the choice it makes, the number of blocks against a search, and every error."""
 
+import dataclasses
 import math
 
 import pytest
@@ -61,6 +62,31 @@ def test_one_direction_is_cheaper_for_all_gather_only():
         assert predict(schedule, 1, *BYTES, NVLINK) == 0
 
 
+def test_a_backward_pass_sends_transitions_where_its_schedule_does():
+    """A gather kept those of the forward pass, unless it was told not to; a chain never sends any."""
+
+    def times(schedule: str, **options: bool) -> tuple[float, float]:
+        forward = predict(schedule, 8, *BYTES, NVLINK)
+        return forward, predict(schedule, 8, *BYTES, NVLINK, backward=True, **options)
+
+    forward, backward = times("all_gather")
+    assert forward - backward == pytest.approx(NVLINK.transfer(7 * BYTES[0]))
+    assert forward == predict("all_gather", 8, *BYTES, NVLINK, save_transitions=False)
+    for schedule, options in (("all_gather", {"save_transitions": False}), ("chain", {}), ("doubling", {})):
+        forward, backward = times(schedule, **options)
+        assert forward == backward
+
+
+def test_each_schedule_has_its_own_time_per_map():
+    def slower(schedule: str) -> list[str]:
+        base = predict(schedule, 4, *BYTES, NVLINK)
+        names = ("fold", "compose", "advance")
+        return [n for n in names if predict(schedule, 4, *BYTES, dataclasses.replace(NVLINK, **{n: 99.0})) > base]
+
+    found = [slower(schedule) for schedule in ("all_gather", "doubling", "chain")]
+    assert found == [["fold"], ["compose"], ["advance"]]
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_blocks_are_those_of_a_search(name):
     """Rounding the continuous minimum costs at most 5 percent of the best whole number."""
@@ -99,7 +125,7 @@ def test_links_are_checked():
         as_link("usb")
     with pytest.raises(TypeError, match="link must be a Link or the name of one, got float"):
         as_link(1.0)  # type: ignore[arg-type]
-    for field in ("latency", "fold", "compose"):
+    for field in ("latency", "fold", "compose", "advance"):
         with pytest.raises(ValueError, match=rf"{field} must be a finite number >= 0, got -1"):
             Link(**{"name": "x", "latency": 1.0, "bandwidth": 1.0, field: -1.0})
     for bandwidth in (0.0, math.inf, math.nan):

@@ -4,7 +4,7 @@ python -m gdn_cp.cost_model                                  # the table, for as
 torchrun --nproc-per-node 2 -m gdn_cp.cost_model             # the table, for the link between these ranks
 """
 
-from gdn_cp.cost_model.measure import measure_link
+from gdn_cp.cost_model.measure import MapTimes, measure_link, measure_maps
 from gdn_cp.cost_model.model import (
     ETHERNET,
     INFINIBAND,
@@ -29,10 +29,12 @@ __all__ = [
     "SCHEDULES",
     "Choice",
     "Link",
+    "MapTimes",
     "as_link",
     "chain_blocks",
     "choose_schedule",
     "measure_link",
+    "measure_maps",
     "message_bytes",
     "predict",
     "resolve_schedule",

@@ -16,7 +16,10 @@ def table(links: Sequence[Link], sizes: Sequence[int], width: int, heads: int, b
     transition, state = message_bytes(width, heads, batch=batch)
     rows = [f"microseconds: all_gather / chain / doubling -> auto (B={batch}, H={heads}, D={width}, both directions)"]
     for link in links:
-        rows.append(f"{link.name}: {link.latency:.1f} us per message, {link.bandwidth:.2f} GB/s")
+        rows.append(
+            f"{link.name}: {link.latency:.1f} us per message, {link.bandwidth:.2f} GB/s; us per map: fold "
+            f"{link.fold:.1f}, compose {link.compose:.1f}, advance {link.advance:.1f}"
+        )
         for size in sizes:
             times = [predict(name, size, transition, state, link) for name in SCHEDULES]
             choice = choose_schedule(size, transition, state, link)
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with collectives.world_of_environment() as (group, device):
         context = CPContext(group)
-        link = measure_link(context, device)
+        link = measure_link(context, device, width=given.width, heads=given.heads, batch=given.batch)
         if context.rank == 0:
             print(table([link], given.sizes, given.width, given.heads, given.batch))
 

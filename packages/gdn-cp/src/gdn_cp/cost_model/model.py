@@ -19,8 +19,9 @@ class Link:
         name: for tables.
         latency: microseconds per message, whatever its size.
         bandwidth: GB/s to and from a rank, each.
-        fold: microseconds to apply one rank's map to the states of both streams.
-        compose: microseconds to compose two maps.
+        fold: microseconds per rank to apply the maps of a gather, which are all there, to the states of both streams.
+        compose: microseconds to compose a rank's maps with those that arrive, in both directions.
+        advance: microseconds to take the states that arrive through a rank's maps, in both directions.
 
     Raises:
         ValueError: A time is negative, or the bandwidth is not positive.
@@ -31,9 +32,10 @@ class Link:
     bandwidth: float
     fold: float = 4.0
     compose: float = 8.0
+    advance: float = 4.0
 
     def __post_init__(self) -> None:
-        for field in ("latency", "fold", "compose"):
+        for field in ("latency", "fold", "compose", "advance"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ValueError(f"{field} must be a finite number >= 0, got {getattr(self, field)}")
         if not 0 < self.bandwidth < math.inf:
@@ -89,7 +91,7 @@ def chain_blocks(size: int, state_bytes: float, link: Link) -> int:
     """Return the number of parts, 1 to 8, in which a chain is fastest."""
     if size <= 2:
         return 1
-    work = link.transfer(state_bytes) + link.fold
+    work = link.transfer(state_bytes) + link.advance
     best = math.sqrt((size - 2) * work / link.latency) if link.latency > 0 else math.inf
     return round(min(max(best, 1), MAX_BLOCKS))
 
@@ -103,8 +105,10 @@ def predict(
     *,
     directions: int = 2,
     blocks: int | None = None,
+    backward: bool = False,
+    save_transitions: bool = True,
 ) -> float:
-    """Return the microseconds of the forward pass's exchange, folds and compositions included.
+    """Return the microseconds of one pass's exchange, folds and compositions included.
 
     Args:
         schedule: ``"all_gather"``, ``"chain"`` or ``"doubling"``.
@@ -114,6 +118,9 @@ def predict(
         link: what the messages travel on; the two directions go opposite ways on it at the same time.
         directions: 1 or 2; only all_gather sends both in one message.
         blocks: parts of the chain; None takes `chain_blocks`.
+        backward: of the backward pass. It takes as long on chain and doubling, which composes maps again; a gather
+            sends no transitions if the forward pass kept them.
+        save_transitions: it did, as `CPContext.save_transitions` says.
 
     Raises:
         ValueError: An unknown schedule.
@@ -121,17 +128,20 @@ def predict(
     Example:
         >>> round(predict("doubling", 8, *message_bytes(112, 20), NVLINK))
         99
+        >>> [round(predict("all_gather", 8, *message_bytes(112, 20), NVLINK, backward=x)) for x in (False, True)]
+        [137, 90]
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
     if size == 1:
         return 0.0
     if schedule == "all_gather":
-        received = (size - 1) * (transition_bytes + directions * state_bytes)
+        again = 0 if backward and save_transitions else transition_bytes
+        received = (size - 1) * (again + directions * state_bytes)
         return link.latency + link.transfer(received) + (size - 1) * link.fold
     if schedule == "chain":
         parts = chain_blocks(size, state_bytes, link) if blocks is None else blocks
-        return (size - 2 + parts) * (link.latency + (link.transfer(state_bytes) + link.fold) / parts)
+        return (size - 2 + parts) * (link.latency + (link.transfer(state_bytes) + link.advance) / parts)
     rounds = (size - 1).bit_length()
     return rounds * (link.latency + link.transfer(transition_bytes + state_bytes) + link.compose)
 
