@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_cp import CpFusedGdnRawResult, cp_fused_cam_gdn_num_autograd, cp_fused_gdn_chunkwise_raw_autograd
 from gdn_cp.fused_pass import FusedCall, FusedResult, fused_plan, run_fused
 from gdn_cp.fused_steps import half_tables
 from gdn_kernels.frame_gdn.op import frame_gdn_arguments, numerator_arguments
@@ -199,6 +200,25 @@ def eager_camera(case: Case, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out.append(state @ q[:, :, :, f])
     results = {"out": torch.cat(out, 3)}
     return results if case.truncate is None else results | {"terminal_state_kv": state.reshape(B * H, D, D)}
+
+
+def call(case: Case, given: dict[str, Any], frames: int, group: Any, **options: Any) -> dict[str, Tensor]:
+    """Call the published function of the case and return its results by name."""
+    common = dict(F=frames, S=S, group=group, reverse_rank_order=case.reverse, truncate_to_active=case.truncate,
+                  use_checkpoint=case.use_checkpoint) | options  # fmt: skip
+    if case.camera:
+        out, state = cp_fused_cam_gdn_num_autograd(
+            *(given[name] for name in ("q", "k", "v", "beta", "decay")), **common
+        )
+        return {"out": out} if state is None else {"out": out, "terminal_state_kv": state}
+    raw = cp_fused_gdn_chunkwise_raw_autograd(
+        given["qkv"], given["beta"], given["decay"], given.get("q_norm_weight"), given.get("k_norm_weight"),
+        given["rope_cos"], given["rope_sin"], rope_cos_q=given.get("rope_cos_q"), rope_sin_q=given.get("rope_sin_q"),
+        **({"k_scale": 0.6, "dot_precision": 2} | common),
+    )  # fmt: skip
+    assert isinstance(raw, CpFusedGdnRawResult)
+    names = ("num", "den", "terminal_state_kv", "terminal_state_z")
+    return {name: getattr(raw, name) for name in names if getattr(raw, name) is not None}
 
 
 def stack(buffers: list[Tensor], label: str) -> Tensor:

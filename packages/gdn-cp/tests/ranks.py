@@ -1,8 +1,8 @@
-"""Start ranks as processes on this machine, run a function in each, and bring back what they return.
+"""Start ranks as processes on this machine, run functions in each, and bring back what they return.
 
-Ranks are forked, which takes a tenth of a second, or spawned where they use a GPU, and meet over gloo in a temporary
-file, which needs no port. A launch ends after a time limit whatever its ranks do, and the first traceback is the one
-that is shown.
+`run_ranks` starts them for one function, `RankPool` for several, where starting takes long. Ranks are forked, which
+takes a tenth of a second, or spawned where they use a GPU, and meet over gloo or NCCL in a temporary file, which needs
+no port. A launch ends after a time limit whatever its ranks do, and the first traceback is the one that is shown.
 """
 
 from __future__ import annotations
@@ -46,31 +46,96 @@ def run_ranks(
     spawned (``method="spawn"``); the worker then is a function of an importable module. ``backend="nccl"`` gives each
     rank a GPU of its own.
     """
+    results: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        given = (size, worker, Path(folder) / "meeting", timeout, backend)
+        processes, ends = _start(_child, given, size, method)
+        try:
+            _collect({end: rank for rank, end in enumerate(ends)}, results, time.monotonic() + limit, limit)
+        finally:
+            _stop(processes, 1.0 if len(results) == size else 0.0)
+    return [results[rank] for rank in range(size)]
+
+
+class RankPool:
+    """Ranks that stay, for one function after another; they start anew after one has failed.
+
+    Attributes:
+        size: their number.
+        device: ``"cuda"``, a GPU each, over NCCL; ``"cpu"`` over gloo.
+    """
+
+    def __init__(self, size: int, device: str = "cpu", *, timeout: float = 30.0) -> None:
+        self.size, self.device = size, device
+        self._timeout = timeout
+        self._processes: list[Any] = []
+        self._ends: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._starts = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._close(1.0)
+        self._folder.cleanup()
+
+    def run(self, worker: Callable[[int], T], *, limit: float = LIMIT) -> list[T]:
+        """Run ``worker(rank)`` on every rank and return their results in rank order.
+
+        The worker is a function of an importable module, or a partial of one; ``limit`` bounds it, in seconds.
+        """
+        if not self._processes:
+            self._starts += 1
+            on_gpu = self.device == "cuda"
+            meeting, backend = Path(self._folder.name) / f"meeting-{self._starts}", "nccl" if on_gpu else "gloo"
+            given = (self.size, meeting, self._timeout, backend)
+            self._processes, self._ends = _start(_stay, given, self.size, "spawn" if on_gpu else "fork")
+        results: dict[int, Any] = {}
+        try:
+            for end in self._ends:
+                with contextlib.suppress(OSError):  # that of a dead rank; collecting tells which
+                    end.send(worker)
+            _collect({end: rank for rank, end in enumerate(self._ends)}, results, time.monotonic() + limit, limit)
+        finally:
+            if len(results) < self.size:
+                self._close(0.0)
+        return [results[rank] for rank in range(self.size)]
+
+    def _close(self, patience: float) -> None:
+        for end in self._ends:
+            if patience:
+                with contextlib.suppress(OSError):
+                    end.send(None)
+        _stop(self._processes, patience)
+        for end in self._ends:
+            end.close()
+        self._processes, self._ends = [], []
+
+
+def _start(target: Callable[..., None], given: tuple[Any, ...], size: int, method: str) -> tuple[list[Any], list[Any]]:
+    """Start a process per rank, with ``(rank, *given, end of a pipe)``; return them and our ends."""
     if method == "fork" and torch.cuda.is_initialized():
         raise RuntimeError("ranks are forked, which must not happen after CUDA was initialised")
     context: Any = multiprocessing.get_context(method)
-    results: dict[int, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder) / "meeting"
-        processes, ends = [], {}
-        for rank in range(size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child, args=(rank, size, worker, meeting, timeout, theirs, backend), daemon=True
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-            ends[ours] = rank
-        try:
-            _collect(ends, results, time.monotonic() + limit, limit)
-        finally:
-            for process in processes:
-                process.join(timeout=1.0 if len(results) == size else 0.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-    return [results[rank] for rank in range(size)]
+    processes, ends = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(rank, *given, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    return processes, ends
+
+
+def _stop(processes: list[Any], patience: float) -> None:
+    """Wait for processes for some seconds each, then end them."""
+    for process in processes:
+        process.join(timeout=patience)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _collect(ends: dict[Connection, int], results: dict[int, Any], deadline: float, limit: float) -> None:
@@ -90,22 +155,47 @@ def _collect(ends: dict[Connection, int], results: dict[int, Any], deadline: flo
 
 
 def _child(
-    rank: int, size: int, worker: Callable[[int], Any], meeting: Path, timeout: float, end: Connection, backend: str
+    rank: int, size: int, worker: Callable[[int], Any], meeting: Path, timeout: float, backend: str, end: Connection
 ) -> None:
-    torch.set_num_threads(1)  # the threads of the parent did not survive the fork
     try:
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend, init_method=f"file://{meeting}", rank=rank, world_size=size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )  # fmt: skip
-        buffer = io.BytesIO()
-        torch.save(worker(rank), buffer)
-        end.send((False, buffer.getvalue()))
+        _join(rank, size, meeting, timeout, backend)
+        end.send((False, _saved(worker(rank))))
         end.close()
-        dist.barrier()
-        dist.destroy_process_group()
+        _leave(backend, rank)
     except BaseException:  # noqa: BLE001  whatever it is, the parent shows it
         with contextlib.suppress(OSError):
             end.send((True, traceback.format_exc()))
+
+
+def _stay(rank: int, size: int, meeting: Path, timeout: float, backend: str, end: Connection) -> None:
+    try:
+        _join(rank, size, meeting, timeout, backend)
+        while (worker := end.recv()) is not None:
+            end.send((False, _saved(worker(rank))))
+        _leave(backend, rank)
+    except EOFError:  # the parent is gone
+        pass
+    except BaseException:  # noqa: BLE001  whatever it is, the parent shows it
+        with contextlib.suppress(OSError):
+            end.send((True, traceback.format_exc()))
+
+
+def _join(rank: int, size: int, meeting: Path, timeout: float, backend: str) -> None:
+    torch.set_num_threads(1)  # the threads of the parent did not survive the fork
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
+
+
+def _leave(backend: str, rank: int) -> None:
+    dist.barrier(**({"device_ids": [rank]} if backend == "nccl" else {}))
+    dist.destroy_process_group()
+
+
+def _saved(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    return buffer.getvalue()

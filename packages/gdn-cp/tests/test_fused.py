@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from published import B, Case, D, H, S
+from published import B, Case, D, H, S, call
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,32 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import gdn_cp.fused
 from gdn_cp import (
     CPContext,
-    CpFusedGdnRawResult,
     count_exchanges,
     cp_fused_cam_gdn_num_autograd,
     cp_fused_gdn_chunkwise_raw_autograd,
 )
 
 ONE = CPContext.single()
-
-
-def call(case: Case, given: dict[str, Any], frames: int, group: Any, **options: Any) -> dict[str, Tensor]:
-    """Call the published function of the case and return its results by name."""
-    common = dict(F=frames, S=S, group=group, reverse_rank_order=case.reverse, truncate_to_active=case.truncate,
-                  use_checkpoint=case.use_checkpoint) | options  # fmt: skip
-    if case.camera:
-        out, state = cp_fused_cam_gdn_num_autograd(
-            *(given[name] for name in ("q", "k", "v", "beta", "decay")), **common
-        )
-        return {"out": out} if state is None else {"out": out, "terminal_state_kv": state}
-    raw = cp_fused_gdn_chunkwise_raw_autograd(
-        given["qkv"], given["beta"], given["decay"], given.get("q_norm_weight"), given.get("k_norm_weight"),
-        given["rope_cos"], given["rope_sin"], rope_cos_q=given.get("rope_cos_q"), rope_sin_q=given.get("rope_sin_q"),
-        **({"k_scale": 0.6, "dot_precision": 2} | common),
-    )  # fmt: skip
-    assert isinstance(raw, CpFusedGdnRawResult)
-    names = ("num", "den", "terminal_state_kv", "terminal_state_z")
-    return {name: getattr(raw, name) for name in names if getattr(raw, name) is not None}
 
 
 def on_rank(case: Case, rank: int, group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:

@@ -1,12 +1,14 @@
 """The harness fails when a rank does."""
 
+import functools
+import operator
 import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
+from ranks import RankError, RankPool, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -38,3 +40,21 @@ def test_a_silent_rank_ends_at_the_limit():
 def test_a_dying_rank_is_noticed():
     with pytest.raises(RankError, match="rank 0 died"):
         run_ranks(2, lambda rank: os._exit(3) if rank == 0 else time.sleep(5))
+
+
+def test_a_pool_keeps_its_ranks_and_starts_anew_after_a_failure():
+    """Workers are sent, so that each is a builtin here: 1 % rank fails on rank 0 alone."""
+    with RankPool(2) as pool:
+        first = pool.run(functools.partial(pow, 2))
+        processes = list(pool._processes)
+        assert pool.run(functools.partial(pow, 3)) == [1, 3]
+        assert pool._processes == processes
+        with pytest.raises(RankError, match=r"(?s)rank 0 raised.*ZeroDivisionError"):
+            pool.run(functools.partial(operator.mod, 1))
+        assert not any(process.is_alive() for process in processes)
+        assert pool.run(functools.partial(pow, 2)) == first == [1, 2]
+        with pytest.raises(RankError, match=r"ranks \[1\] did not finish within 0.5 s"):
+            pool.run(time.sleep, limit=0.5)
+        pool.run(functools.partial(pow, 2))
+        processes = list(pool._processes)
+    assert [process.exitcode for process in processes] == [0, 0]

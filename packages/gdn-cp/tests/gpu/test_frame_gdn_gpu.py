@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from gpu_ranks import Share, bound, compiled_worker, draw, error, run, simulated, step, upstream
+from frame_shares import Share, bound, compiled_worker, draw, error, run, simulated, step, upstream
 from ranks import run_ranks
 
 from gdn_cp import CPContext
@@ -41,21 +41,6 @@ def test_ranks_that_share_the_device_equal_one_on_other_schedules(schedule: str)
     share = Share((2, 0, 3), 96, 3, 112, torch.float32, schedule)
     for found, alone, exchanges in run_ranks(3, bound(share), limit=240.0, timeout=120.0, method="spawn"):
         check(found, alone, torch.float32)
-        assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ranks_on_a_device_each_equal_one(dtype: torch.dtype, schedule: str) -> None:
-    """Over NCCL, uneven shards, one of them empty where there are three devices or more."""
-    size = min(torch.cuda.device_count(), 8)
-    counts = {2: (3, 2), 3: (3, 0, 2)}.get(size, (3, 0, 2, 1, *(1,) * (size - 4)))
-    share = Share(counts, 96, 3, 112, dtype, schedule)
-    for found, alone, exchanges in run_ranks(
-        size, bound(share), limit=240.0, timeout=120.0, method="spawn", backend="nccl"
-    ):
-        check(found, alone, dtype)
         assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"]
 
 
@@ -95,7 +80,8 @@ def test_a_compiled_step_equals_the_eager_one(counts: tuple[int, ...]) -> None:
     """Full graph with inductor; the kernels are the same, so are the numbers to fp32."""
     share = Share(counts, 96, 3, 112, torch.float32)
     worker = functools.partial(compiled_worker, share)
-    for found in run_ranks(len(counts), worker, limit=240.0, timeout=120.0, method="spawn"):
+    for found, exchanges in run_ranks(len(counts), worker, limit=240.0, timeout=120.0, method="spawn"):
+        assert exchanges == ["cp_frame_gdn forward", "cp_frame_gdn backward"][: 2 * (len(counts) > 1)]
         assert found.keys() >= {"output", "qkv", "beta", "decay"}
         for name, value in found.items():
             assert value <= 1e-6, f"{name}: {value:.2e}"

@@ -1,9 +1,9 @@
-"""Ranks that share one GPU: a worker that can be spawned, and what it is held to."""
+"""A clip in shares, on the CPU or a GPU: workers that can be spawned, and what they are held to."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor
 from gdn_cp import CPContext, FramePartition, count_exchanges, cp_frame_gdn, simulate
 from gdn_kernels import RotaryTables, frame_gdn, rotary_tables
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU, to try this file itself
-
 
 class Share(NamedTuple):
-    """The shapes of a clip, its dtype, who holds which frames, and how summaries travel."""
+    """The shapes of a clip, its dtype, who holds which frames, how summaries travel, and where."""
 
     counts: tuple[int, ...]
     spatial: int
@@ -25,6 +23,11 @@ class Share(NamedTuple):
     width: int
     dtype: torch.dtype
     schedule: str = "all_gather"
+    device: str = "cuda"
+
+    @property
+    def impl(self) -> str:
+        return "triton" if self.device == "cuda" else "torch"
 
     @property
     def partition(self) -> FramePartition:
@@ -32,7 +35,7 @@ class Share(NamedTuple):
 
 
 def draw(share: Share) -> dict[str, Tensor]:
-    """Return the leaves of the whole clip on the GPU: the same on every rank."""
+    """Return the leaves of the whole clip: the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     frames, heads, width = share.partition.total, share.heads, share.width
     tokens = frames * share.spatial
@@ -47,26 +50,26 @@ def draw(share: Share) -> dict[str, Tensor]:
         "q_norm_weight": 1 + 0.2 * normal(heads * width),
         "k_norm_weight": 1 + 0.2 * normal(heads * width),
     }
-    return {name: x.to(DEVICE).requires_grad_() for name, x in leaves.items()}
+    return {name: x.to(share.device).requires_grad_() for name, x in leaves.items()}
 
 
 def upstream(share: Share) -> Tensor:
     """Return the gradient that arrives at the output of the whole clip."""
     shape = (1, share.partition.total * share.spatial, share.heads, share.width)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(share.device)
 
 
 @functools.lru_cache(maxsize=8)
-def tables_of(frames: int, spatial: int, width: int) -> RotaryTables:
+def tables_of(frames: int, spatial: int, width: int, device: str) -> RotaryTables:
     """Return the tables of the whole clip; a model makes them once, too."""
-    return rotary_tables((frames, spatial, 1), width, device=DEVICE)
+    return rotary_tables((frames, spatial, 1), width, device=torch.device(device))
 
 
 def arguments(share: Share, leaves: dict[str, Tensor], span: range) -> dict[str, Any]:
     """Return the arguments of the operation on the frames of a span, as views of the leaves."""
     tokens = slice(span.start * share.spatial, span.stop * share.spatial)
     frames = slice(span.start, span.stop)
-    tables = tables_of(share.partition.total, share.spatial, share.width)
+    tables = tables_of(share.partition.total, share.spatial, share.width, share.device)
     return {
         "qkv": leaves["qkv"][:, tokens], "beta": leaves["beta"][:, :, frames], "decay": leaves["decay"][:, :, frames],
         "q_norm_weight": leaves["q_norm_weight"], "k_norm_weight": leaves["k_norm_weight"],
@@ -108,15 +111,21 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def worker(share: Share, rank: int) -> tuple[dict[str, float], dict[str, float], list[str]]:
     """Run one rank; return its errors against fp64, those of one device on the same parts, and its exchanges."""
-    span = share.partition.span(rank)
+    found, alone = errors_of(share, (share.schedule,), CPContext(dist.group.WORLD))
+    errors, exchanges = found[share.schedule]
+    return errors, alone, exchanges
+
+
+def errors_of(
+    share: Share, names: Sequence[str], context: CPContext
+) -> tuple[dict[str, tuple[dict[str, float], list[str]]], dict[str, float]]:
+    """Run this rank of a context on some schedules; return for each its errors and exchanges, and one device's errors.
+
+    The errors are those of output and gradients against fp64, on this rank's part.
+    """
+    span = share.partition.span(context.rank)
     exact = step(share, range(share.partition.total), None, "torch", torch.float64)
-    alone = step(share, range(share.partition.total), None, "triton", share.dtype)
-    context = CPContext(dist.group.WORLD, schedule=share.schedule)
-    step(share, span, context, "triton", share.dtype)
-    with count_exchanges() as exchanges:
-        found = step(share, span, context, "triton", share.dtype)
-    for name in ("q_norm_weight", "k_norm_weight"):  # shared by the ranks: partial gradients
-        dist.all_reduce(found[name])
+    alone = step(share, range(share.partition.total), None, share.impl, share.dtype)
 
     def own(name: str, x: Tensor) -> Tensor:
         if name == "output" and x.shape[1] != len(span) * share.spatial:
@@ -125,25 +134,39 @@ def worker(share: Share, rank: int) -> tuple[dict[str, float], dict[str, float],
             return x[:, span.start * share.spatial : span.stop * share.spatial]
         return x[:, :, span.start : span.stop] if name in ("beta", "decay") else x
 
-    pairs = [{name: error(own(name, x[name]), own(name, exact[name])) for name in exact} for x in (found, alone)]
-    return pairs[0], pairs[1], list(exchanges.labels)
+    def errors(of: dict[str, Tensor]) -> dict[str, float]:
+        return {name: error(own(name, of[name]), own(name, exact[name])) for name in exact}
+
+    results = {}
+    for name in names:
+        scheduled = context.replace(schedule=name)
+        step(share, span, scheduled, share.impl, share.dtype)
+        with count_exchanges() as exchanges:
+            found = step(share, span, scheduled, share.impl, share.dtype)
+        for shared in ("q_norm_weight", "k_norm_weight"):  # partial gradients
+            dist.all_reduce(found[shared], group=context.process_group)
+        results[name] = errors(found), list(exchanges.labels)
+    return results, errors(alone)
 
 
-def compiled_worker(share: Share, rank: int) -> dict[str, float]:
-    """Run one rank eagerly and as one compiled graph; return how far output and gradients are apart."""
+def compiled_worker(share: Share, rank: int, backend: str = "inductor") -> tuple[dict[str, float], list[str]]:
+    """Run one rank eagerly and as one compiled graph; return how far results are apart, and the graph's exchanges."""
     span, context = share.partition.span(rank), CPContext(dist.group.WORLD, schedule=share.schedule)
-    eager = step(share, span, context, "triton", share.dtype)
-    leaves = draw(share)
+    own = upstream(share)[:, span.start * share.spatial : span.stop * share.spatial].to(share.dtype)
+    given = arguments(share, draw(share), span)
 
-    @torch.compile(fullgraph=True)
-    def call(given: dict[str, Any]) -> Tensor:
-        return cp_frame_gdn(context=context, partition=share.partition, impl="triton", **given).output
+    def call(shard: dict[str, Any]) -> Tensor:
+        return cp_frame_gdn(context=context, partition=share.partition, impl=share.impl, **shard).output
 
-    output = call(arguments(share, leaves, span))
-    own = upstream(share)[:, span.start * share.spatial : span.stop * share.spatial]
-    output.backward(own.to(output.dtype))
-    found = {"output": output.detach(), **{name: x.grad for name, x in leaves.items()}}
-    return {name: error(found[name], x) for name, x in eager.items()}
+    def results(function: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
+        output = function(given | leaves)
+        return {"output": output.detach(), **dict(zip(leaves, torch.autograd.grad(output, [*leaves.values()], own)))}
+
+    eager = results(call)
+    with count_exchanges() as exchanges:
+        found = results(torch.compile(call, fullgraph=True, backend=backend))
+    return {name: error(found[name], x) for name, x in eager.items()}, list(exchanges.labels)
 
 
 def bound(share: Share) -> functools.partial[tuple[dict[str, float], dict[str, float], Sequence[str]]]:
