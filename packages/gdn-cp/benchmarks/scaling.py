@@ -2,7 +2,7 @@
 
     python scaling.py                                   # 2, 4, ... CUDA devices, NCCL, the shapes figures are for
     python scaling.py wm_61 --ranks 8 --json scaling.json --png scaling.png
-    python scaling.py tiny --device cpu --ranks 2       # gloo, to see it work
+    python scaling.py tiny --device cpu --ranks 2       # gloo, to see it work; on one GPU: --one-device --ranks 2
 
 Shapes of frames run `cp_frame_gdn`, shapes of tokens the gated delta product, each on every schedule. Output and
 gradients are held to one device first, in the same run: nothing is timed if they are wrong. ``--json`` is written after
@@ -94,7 +94,7 @@ class Setting:
 
     def meet(self) -> None:
         """Wait for all ranks, and for the device."""
-        dist.barrier(**({"device_ids": [self.device.index]} if self.device.type == "cuda" else {}))
+        dist.barrier(**({"device_ids": [self.device.index]} if dist.get_backend() == "nccl" else {}))
         self.wait()
 
     def wait(self) -> None:
@@ -376,13 +376,14 @@ def read(path: Path) -> tuple[Row, list[Row]]:
 
 def _rank(rank: int, size: int, folder: str, path: Path, options: argparse.Namespace) -> None:
     on_cuda = options.device == "cuda"
-    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    device = torch.device("cuda", 0 if options.one_device else rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if on_cuda else "gloo", init_method=f"file://{folder}/meeting-{size}", rank=rank, world_size=size,
+        "nccl" if on_cuda and not options.one_device else "gloo",
+        init_method=f"file://{folder}/meeting-{size}", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=600),  # FLA tunes its kernels for minutes, on each rank for itself
     )  # fmt: skip
     setting = Setting(CPContext(dist.group.WORLD), device, getattr(torch, options.dtype), options.repeats)
@@ -445,6 +446,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, SHAPES)
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 2, 4, ... and every CUDA device")
+    parser.add_argument(
+        "--one-device", action="store_true", help="ranks share a CUDA device, over gloo: to see it work"
+    )
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--dtype", default=None, choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=20)
@@ -456,7 +460,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.ranks = options.ranks or sorted(
         {2**n for n in range(1, devices.bit_length()) if 2**n <= devices} | {devices}
     )
-    most = devices if options.device == "cuda" else max(options.ranks)
+    most = devices if options.device == "cuda" and not options.one_device else max(options.ranks)
     if not all(2 <= size <= most for size in options.ranks):
         parser.error(f"needs two ranks or more, on CUDA a device each; got {options.ranks} on {options.device}")
     return options

@@ -17,7 +17,7 @@ def _compiler() -> None:
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size} ranks")
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda size: f"{size}-ranks")
 def ranks(request: pytest.FixtureRequest, _compiler: None) -> Iterator[RankPool]:
     with RankPool(request.param) as pool:
         yield pool

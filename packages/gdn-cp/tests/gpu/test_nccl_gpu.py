@@ -1,7 +1,7 @@
 """The claims of `rank_claims` over NCCL, a CUDA device per rank: two ranks, and as many more as there are devices.
 
 They start processes that take whole devices, so that nothing should run beside them: `pytest -m nccl` in a process of
-its own, or ``nox -s integration -- -m nccl``.
+its own, or ``nox -s integration -- -m nccl``; ``-k 8-ranks`` chooses a number of ranks.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
+@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size}-ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(request.param, "cuda", timeout=300.0) as pool:
         yield pool
