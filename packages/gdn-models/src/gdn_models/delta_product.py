@@ -275,6 +275,7 @@ class GatedDeltaProduct(ContextParallelModule):
         state: DeltaProductState | None,
         partition: TokenPartition | None,
     ) -> Shard:
+        require_plain("o_norm", self.o_norm, nn.RMSNorm)
         checks.require_rank("x", x, "B, T, C")
         checks.require_shape("x", x, "B, T, C = dim", (*x.shape[:2], self.config.dim))
         checks.require_device("x", x, self.o_proj.weight.device, "the parameters")
@@ -334,7 +335,6 @@ class GatedDeltaProduct(ContextParallelModule):
 
     def _project(self, x: Tensor, output: Tensor) -> Tensor:
         """Normalise per head, gate and project ``[B, T, HV, V]``; in fp32 (fp64) up to one rounding."""
-        require_plain("o_norm", self.o_norm, nn.RMSNorm)
         wide = wide_dtype(output)
         normed = functional.rms_norm(
             output.to(wide), (self.config.value_dim,), self.o_norm.weight.to(wide), self.config.norm_eps
