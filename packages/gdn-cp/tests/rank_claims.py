@@ -272,6 +272,8 @@ def test_a_step_repeats_to_the_last_bit_and_waits_for_nothing(ranks: RankPool, s
 
 @pytest.mark.parametrize("schedule", ["all_gather", "chain"])
 def test_a_compiled_step_is_one_graph_and_equals_the_eager_one(ranks: RankPool, schedule: str) -> None:
+    if ranks.device == "cpu" and ranks.size > 2:
+        pytest.skip("two ranks compile the same graph, for seconds each")
     share = share_of(ranks, 64)._replace(schedule=schedule)
     backend = "inductor" if ranks.device == "cuda" else "aot_eager"
     worker = functools.partial(frame_shares.compiled_worker, share, backend=backend)
