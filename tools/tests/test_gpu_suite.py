@@ -64,9 +64,12 @@ def test_a_job_ends_with_its_status_and_a_log(tmp_path, capsys, program, status)
 @pytest.mark.parametrize("heeds", [True, False])
 def test_a_job_that_runs_out_of_time_is_a_failure_and_has_last_words(tmp_path, capsys, monkeypatch, heeds):
     monkeypatch.setattr(gpu_suite, "LAST_WORDS", 5.0 if heeds else 0.2)
-    ignore = "" if heeds else "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    program = f"{ignore}\nimport time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('so far')"
-    job = gpu_suite.Job("slow", (sys.executable, "-I", "-S", "-c", program), 5.0 if heeds else 1.0)
+    handler = "default_int_handler" if heeds else "SIG_IGN"  # a shell's background job starts out ignoring it
+    program = (
+        f"import signal, time\nsignal.signal(signal.SIGINT, signal.{handler})\n"
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('so far')"
+    )
+    job = gpu_suite.Job("slow", (sys.executable, "-I", "-S", "-c", program), 2.0)
     outcome = gpu_suite.run(job, tmp_path)
     assert gpu_suite.failed(outcome)
     assert outcome.seconds < 30
